@@ -1,0 +1,240 @@
+"""What lies where in a set's arenas, and how the module tree is rebuilt from it. Pure data: no pickle, no imports.
+
+A weight set is one linear range of bytes: its arenas back to back. A *storage* is a piece of that range, a *tensor*
+is a view of a storage (or of an inline value), a *module* is one object of the tree with all paths that lead to it,
+and a *slot* is a place (module, kind, steps) that holds a tensor. One object that several slots name is one row: that
+is how tied weights and shared modules stay one object. Rows travel as JSON arrays in declaration order.
+
+    storage   offset, bytes, shared                       shared: mapped read-only; otherwise copied per engine
+    tensor    storage, offset, shape, stride, dtype, kind, cls, requires_grad, attributes
+    module    paths, cls, external                        external: the same object in another set ("target:PATH")
+    slot      module, place, steps, tensor, external
+    removed   module, place, name                         exists after construction, gone after loading
+    scalar    module, steps, value                        changed by loading
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Any, TypeVar
+
+from weightcache.errors import ProtocolError
+
+SCHEMA = 1
+MAX_BYTES = 256 << 20
+"""Largest manifest that is read, in bytes."""
+
+ALIGNMENT = 512
+"""Each storage starts at a multiple of this many bytes, as torch's CUDA allocator does."""
+
+PARAMETER, BUFFER, TRANSIENT_BUFFER, ATTRIBUTE = "parameter", "buffer", "transient-buffer", "attribute"
+PLACES = (PARAMETER, BUFFER, TRANSIENT_BUFFER, ATTRIBUTE)
+
+Step = tuple[str, str | int]
+"""One step from a module to a value: ("attr", name), ("item", index) or ("key", key)."""
+
+Scalar = bool | int | float | str | None | tuple[str, str]
+"""A plain value, or ("dtype", name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """``bytes`` at ``offset`` of the set's range; ``shared`` ones are mapped read-only, others copied per engine."""
+
+    offset: int
+    bytes: int
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A view. ``storage`` >= 0 is a row of storages, < 0 is inline value -storage - 1. ``offset`` is in elements.
+
+    ``kind`` is ``parameter`` or ``tensor``; ``cls`` is the qualified class of a parameter; ``attributes`` are the
+    names set on the tensor object itself, which an attached tensor takes over from the one it replaces.
+    """
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    kind: str
+    cls: str
+    requires_grad: bool
+    attributes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One module object: every path that leads to it, the first one canonical, and its qualified class."""
+
+    paths: tuple[str, ...]
+    cls: str
+    external: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place that holds a tensor: ``place`` is one of PLACES, ``steps`` lead from the module to the value.
+
+    ``tensor`` -1 with ``external`` "ROLE:N" names tensor N of another set instead.
+    """
+
+    module: int
+    place: str
+    steps: tuple[Step, ...]
+    tensor: int
+    external: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A name that construction leaves behind and loading takes away (``none``: sets to None)."""
+
+    module: int
+    place: str
+    name: str
+    none: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedScalar:
+    """A plain value on a module or one of its helper objects that loading changed."""
+
+    module: int
+    steps: tuple[Step, ...]
+    value: Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole set. ``bytes`` is the used length of its range."""
+
+    bytes: int
+    storages: tuple[Storage, ...]
+    inline: tuple[bytes, ...]
+    tensors: tuple[Tensor, ...]
+    modules: tuple[Module, ...]
+    slots: tuple[Slot, ...]
+    removed: tuple[Removed, ...]
+    scalars: tuple[ChangedScalar, ...]
+
+    @property
+    def private_bytes(self) -> int:
+        """Bytes that every attached engine copies for itself."""
+        return sum(s.bytes for s in self.storages if not s.shared)
+
+
+R = TypeVar("R")
+_TABLES: dict[str, type] = {
+    "storages": Storage,
+    "tensors": Tensor,
+    "modules": Module,
+    "slots": Slot,
+    "removed": Removed,
+    "scalars": ChangedScalar,
+}
+
+
+def encode(manifest: Manifest) -> bytes:
+    """JSON, one array a row."""
+    body: dict[str, Any] = {"schema": SCHEMA, "bytes": manifest.bytes}
+    body["inline"] = [base64.b64encode(value).decode() for value in manifest.inline]
+    for name in _TABLES:
+        body[name] = [astuple(row) for row in getattr(manifest, name)]
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Manifest:
+    """Parse and check a manifest: types, ranges and every reference. Raises ProtocolError."""
+    try:
+        body = json.loads(data)
+        if body.get("schema") != SCHEMA:
+            raise ProtocolError(f"a manifest of schema {body.get('schema')!r}; this version reads {SCHEMA}")
+        manifest = Manifest(
+            bytes=_of(int, body["bytes"]),
+            inline=tuple(base64.b64decode(value, validate=True) for value in body["inline"]),
+            **{name: tuple([_ROWS[cls](row) for row in body[name]]) for name, cls in _TABLES.items()},
+        )
+        _check(manifest)
+    except ProtocolError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        raise ProtocolError(f"a malformed manifest: {type(error).__name__}: {error}") from None
+    return manifest
+
+
+def _of(kind: type[R], value: Any) -> R:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    return tuple([_of(int, item) for item in value])
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple([_of(str, item) for item in value])
+
+
+def _steps(value: Any) -> tuple[Step, ...]:
+    steps = []
+    for kind, step in value:
+        if kind not in ("attr", "item", "key") or type(step) not in ((int,) if kind == "item" else (str, int)):
+            raise ValueError(f"an unknown step {kind!r} {step!r}")
+        steps.append((kind, step))
+    return tuple(steps)
+
+
+def _scalar(value: Any) -> Scalar:
+    if isinstance(value, list):
+        kind, name = value
+        if kind != "dtype":
+            raise ValueError(f"an unknown kind of value {kind!r}")
+        return ("dtype", _of(str, name))
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a value that is no scalar: {value!r}")
+
+
+_ROWS: dict[type, Callable[[Any], Any]] = {
+    Storage: lambda r: Storage(_of(int, r[0]), _of(int, r[1]), _of(bool, r[2])),
+    Tensor: lambda r: Tensor(
+        _of(int, r[0]), _of(int, r[1]), _ints(r[2]), _ints(r[3]), _of(str, r[4]), _of(str, r[5]), _of(str, r[6]),
+        _of(bool, r[7]), _texts(r[8]),
+    ),
+    Module: lambda r: Module(_texts(r[0]), _of(str, r[1]), _of(str, r[2])),
+    Slot: lambda r: Slot(_of(int, r[0]), _of(str, r[1]), _steps(r[2]), _of(int, r[3]), _of(str, r[4])),
+    Removed: lambda r: Removed(_of(int, r[0]), _of(str, r[1]), _of(str, r[2]), _of(bool, r[3])),
+    ChangedScalar: lambda r: ChangedScalar(_of(int, r[0]), _steps(r[1]), _scalar(r[2])),
+}  # fmt: skip
+
+
+def _check(manifest: Manifest) -> None:
+    """Every reference resolves and every storage lies inside the range, so that a reader never leaves its mapping."""
+    for storage in manifest.storages:
+        if storage.offset < 0 or storage.bytes < 0 or storage.offset + storage.bytes > manifest.bytes:
+            raise ValueError(f"a storage outside the set: {storage}")
+    for tensor in manifest.tensors:
+        if not -len(manifest.inline) <= tensor.storage < len(manifest.storages):
+            raise ValueError(f"a tensor without storage: {tensor}")
+        if len(tensor.shape) != len(tensor.stride) or tensor.offset < 0 or min((*tensor.shape, *tensor.stride, 0)) < 0:
+            raise ValueError(f"a tensor with an impossible shape: {tensor}")
+        if tensor.kind not in ("parameter", "tensor"):
+            raise ValueError(f"an unknown kind of tensor {tensor.kind!r}")
+    for module in manifest.modules:
+        if not module.paths:
+            raise ValueError("a module without a path")
+    for row in (*manifest.slots, *manifest.removed, *manifest.scalars):
+        if not 0 <= row.module < len(manifest.modules):
+            raise ValueError(f"a row without module: {row}")
+    for slot in manifest.slots:
+        if slot.place not in PLACES or not slot.steps:
+            raise ValueError(f"an unknown place {slot.place!r}")
+        if not (0 <= slot.tensor < len(manifest.tensors) or (slot.tensor == -1 and slot.external)):
+            raise ValueError(f"a slot without tensor: {slot}")

@@ -1,0 +1,69 @@
+"""Where a rank's sockets and files are.
+
+The runtime directory is nobody's RuntimeDirectory= (systemd.exec(5)), so that stopping one rank removes nothing of
+the others: a tmpfiles.d entry makes /run/weightcache, and a user without it gets one below $XDG_RUNTIME_DIR.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSTEM_RUNTIME_DIR = Path("/run/weightcache")
+CONFIG_FILE = Path("/etc/weightcache/weightcache.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class RankPaths:
+    """The sockets and files of one rank below one runtime directory."""
+
+    directory: Path
+    rank: int
+
+    @property
+    def public(self) -> Path:
+        """The socket that activates the agent: hello, attach, load."""
+        return self.directory / f"{self.rank}.sock"
+
+    @property
+    def publish(self) -> Path:
+        """The socket that takes arenas from loaders and donors."""
+        return self.directory / f"{self.rank}.publish.sock"
+
+    @property
+    def status(self) -> Path:
+        """The socket that answers status and lease renewals and never starts the agent."""
+        return self.directory / f"{self.rank}.status.sock"
+
+    @property
+    def status_file(self) -> Path:
+        """The last known status, for readers while the agent is down."""
+        return self.directory / f"{self.rank}.json"
+
+    @property
+    def drain_marker(self) -> Path:
+        """Exists while the rank is drained."""
+        return self.directory / f"{self.rank}.drained"
+
+    @property
+    def failed_marker(self) -> Path:
+        """Exists after a load failed, so that a restarted agent does not load again by itself."""
+        return self.directory / f"{self.rank}.failed"
+
+
+def runtime_dir() -> Path:
+    """$WEIGHTCACHE_RUNTIME_DIR, or /run/weightcache where it exists, or a private directory of this user."""
+    if chosen := os.environ.get("WEIGHTCACHE_RUNTIME_DIR"):
+        return Path(chosen)
+    if SYSTEM_RUNTIME_DIR.is_dir():
+        return SYSTEM_RUNTIME_DIR
+    return user_runtime_dir()
+
+
+def user_runtime_dir() -> Path:
+    """A runtime directory of this user: below $XDG_RUNTIME_DIR, or below the temporary directory."""
+    if base := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(base) / "weightcache"
+    return Path(tempfile.gettempdir()) / f"weightcache-{os.getuid()}"

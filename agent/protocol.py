@@ -1,0 +1,396 @@
+"""The messages between agent, engines, loaders and operators: frozen dataclasses as one strict JSON object each.
+
+Every packet is ``{"protocol": N, "type": TAG, "fds": COUNT, ...fields}``. The protocol number is looked at first, so
+that version skew is its own error and never a decoding problem. Which message may be sent where:
+
+    RANK.sock          Hello, Attach, Load                      (activates the agent)
+    RANK.status.sock   Status, Inspect, Renew, Verify, Evict, Drain, Resume    (never activates, never loads)
+    RANK.publish.sock  Begin, Progress, Publish, Commit, Abort  (loaders and donors)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from weightcache import records
+from weightcache.errors import ProtocolError, VersionSkew, WeightcacheError, from_code
+from weightcache.fingerprint import Difference, Fingerprint
+
+PROTOCOL = 1
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """One arena: physical size and used part in bytes, and the digest of the used part (32 hex digits)."""
+
+    bytes: int
+    used: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetInfo:
+    """What the publisher says of a weight set. ``role`` is ``target`` or ``draft-N``; times are seconds."""
+
+    role: str
+    model: str
+    revision: str
+    fingerprint: Fingerprint
+    arenas: tuple[ArenaInfo, ...]
+    tensors: int
+    load_seconds: float
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseStatus:
+    """One attached engine. ``since`` is seconds since the epoch; ``unit`` is its systemd unit, or empty."""
+
+    lease: str
+    pid: int
+    uid: int
+    unit: str
+    command: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class SetStatus:
+    """A resident weight set. ``version`` counts from 1 for each role."""
+
+    id: str
+    role: str
+    model: str
+    revision: str
+    version: int
+    bytes: int
+    arenas: int
+    tensors: int
+    fingerprint: Fingerprint
+    digest: str
+    published_at: float
+    load_seconds: float
+    bytes_read: int
+    leases: tuple[LeaseStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Where a load stands: phase is importing, loading, packing or publishing; bytes_total 0 means unknown."""
+
+    phase: str
+    bytes_done: int
+    bytes_total: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """The stable code and the operator sentence of an error."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainInfo:
+    """Who drained the rank (uid), and when (seconds since the epoch)."""
+
+    uid: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """One rank, as ``wcache status --json`` prints it."""
+
+    rank: int
+    state: str
+    backend: str
+    gpu_uuid: str
+    version: str
+    pid: int
+    uptime_seconds: float
+    model: str
+    sets: tuple[SetStatus, ...]
+    orphans: tuple[LeaseStatus, ...]
+    progress: LoadProgress | None
+    error: ErrorInfo | None
+    drained: DrainInfo | None
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Ask who is there; never loads. Answer: Welcome."""
+
+    program: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Ask for the set that matches ``fingerprint``.
+
+    Answers: any number of Progress while a load runs (at most ``wait_seconds``), then Attached, DonationInvited
+    or Failure. The connection stays open afterwards: it is the lease. ``group`` names the launch all of whose ranks
+    attach together. ``donate``: this process may publish its own load if the rank is empty.
+    ``evict``: drop an unleased set that does not match, where the agent's policy allows it.
+    """
+
+    role: str
+    group: str
+    fingerprint: Fingerprint
+    wait_seconds: float
+    donate: bool = False
+    evict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load the configured model now. Answers: Progress..., then Loaded or Failure."""
+
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Ask for the rank's state. Answer: RankReport."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Map a resident set without an engine (``wcache attach --check``, ``verify``); None: the newest target set."""
+
+    set_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """An engine whose agent was restarted says which set it still maps. The connection is the new lease."""
+
+    set_id: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Recompute the digests of all resident sets on the device. Answers: Progress..., then Verified or Failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Drop one set (or all, with None). Refused while leases are open, unless ``force``."""
+
+    set_id: str | None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Stop giving out, wait for leases to end (at most ``wait_seconds``), then drop all sets; holds until Resume."""
+
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """End a drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Open a publication: ``source`` is ``loader`` or ``donor``; ``token`` proves which load this belongs to."""
+
+    source: str
+    group: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Hand over one set. Descriptors: the manifest (a sealed memfd), then one per arena, in order."""
+
+    set: SetInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All sets of this load are handed over: make them visible together. Answer: Committed."""
+
+    sets: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The publisher gives up, and why."""
+
+    code: str
+    message: str
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to Hello."""
+
+    version: str
+    rank: int
+    state: str
+    backend: str
+    gpu_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A load is under way."""
+
+    progress: LoadProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A set. Descriptors: the manifest (a sealed memfd), then one per arena, in order."""
+
+    set_id: str
+    role: str
+    lease: str
+    arenas: tuple[ArenaInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DonationInvited:
+    """The rank is empty: load from disk and publish with this token. This connection holds the invitation."""
+
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The configured model is resident."""
+
+    set_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """Answer to Status."""
+
+    status: RankStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """The lease goes on. ``resident`` is false when the restarted agent no longer holds that set."""
+
+    lease: str
+    resident: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """All digests are as published."""
+
+    sets: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request was carried out; ``text`` says what happened."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The publication may go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The agent holds the descriptors of this set."""
+
+    set_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The load is resident; the publisher may exit."""
+
+    set_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The request failed: stable code, operator sentence and, for a mismatch, the differing fields."""
+
+    code: str
+    message: str
+    differences: tuple[Difference, ...] = ()
+
+    def error(self) -> WeightcacheError:
+        """The exception this failure stands for."""
+        return from_code(self.code, self.message)
+
+
+Message = (
+    Hello | Attach | Load | Status | Inspect | Renew | Verify | Evict | Drain | Resume
+    | Begin | Publish | Commit | Abort
+    | Welcome | Progress | Attached | DonationInvited | Loaded | RankReport | Renewed | Verified | Done
+    | Accepted | Published | Committed | Failure
+)  # fmt: skip
+
+
+def _tag(cls: type) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", cls.__name__).lower()
+
+
+_BY_TAG: dict[str, type] = {_tag(cls): cls for cls in Message.__args__}
+
+
+def encode(message: Message, fds: int = 0) -> bytes:
+    """The body of a packet that travels with ``fds`` descriptors."""
+    body = records.to_plain(message)
+    return json.dumps({"protocol": PROTOCOL, "type": _tag(type(message)), "fds": fds, **body}).encode()
+
+
+def decode(data: bytes, fds: int = 0) -> Message:
+    """Decode one packet that came with ``fds`` descriptors. Raises ProtocolError or VersionSkew."""
+    try:
+        body: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ProtocolError("a packet that is no JSON") from None
+    if not isinstance(body, dict):
+        raise ProtocolError("a packet that is no JSON object")
+    protocol = body.pop("protocol", None)
+    if protocol != PROTOCOL:
+        raise VersionSkew(f"the peer speaks protocol {protocol!r}, this side {PROTOCOL}: install the same version")
+    announced = body.pop("fds", None)
+    if announced != fds:
+        raise ProtocolError(f"a packet that announces {announced!r} descriptors and brought {fds}")
+    tag = body.pop("type", None)
+    cls = _BY_TAG.get(tag) if isinstance(tag, str) else None
+    if cls is None:
+        raise ProtocolError(f"an unknown message {tag!r}")
+    try:
+        message: Message = records.from_plain(cls, body, str(tag))
+    except records.RecordError as error:
+        raise ProtocolError(f"a malformed message: {error}") from None
+    return message
+
+
+def failure(error: WeightcacheError, differences: tuple[Difference, ...] = ()) -> Failure:
+    """The Failure message for an exception."""
+    return Failure(error.code, error.message, differences)
