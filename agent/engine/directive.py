@@ -1,0 +1,123 @@
+"""What the launcher (or the loader's parent) tells the plugin inside SGLang, and what the plugin reports back.
+
+The directive is one environment variable, inherited by every process that SGLang spawns: the plugin's own switch.
+Without it the plugin does nothing. Reports are packets on the launcher's private SOCK_SEQPACKET socket, one connection
+a report. Standard library only: the launcher reads this before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from weightcache import records, transport
+from weightcache.errors import UsageError, WeightcacheError
+from weightcache.fingerprint import Difference
+
+VARIABLE = "WEIGHTCACHE_DIRECTIVE"
+TOKEN_VARIABLE = "WEIGHTCACHE_TOKEN"  # noqa: S105
+"""The load's one-time token, apart from the directive so that the directive may be logged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directive:
+    """``purpose`` engine: serve, attach if possible. ``purpose`` loader: load, publish to ``sockets``, exit.
+
+    ``sockets`` maps a GPU UUID (backend cuda) or ``rank:N`` (backend host) to the path of that rank's RANK.sock.
+    ``on_mismatch``: what an engine does when it cannot attach. ``from_disk``: not empty when the launcher has already
+    decided against attaching, with the reason. ``explain``: stop after the decision. ``donate``: an engine may publish
+    its own load to an empty agent. ``group`` names this launch.
+    """
+
+    purpose: Literal["engine", "loader"]
+    backend: Literal["host", "cuda"]
+    sockets: dict[str, str]
+    group: str
+    on_mismatch: Literal["fallback", "evict", "error"] = "fallback"
+    wait_seconds: float = 0.0
+    donate: bool = False
+    from_disk: str = ""
+    explain: bool = False
+    report: str = ""
+    arena_bytes: int = 0
+
+    def environment(self) -> dict[str, str]:
+        """The variables that carry this directive."""
+        return {VARIABLE: json.dumps(records.to_plain(self))}
+
+
+def read(environment: Mapping[str, str] | None = None) -> Directive | None:
+    """The directive of this process, or None. Raises UsageError when it is malformed."""
+    text = (os.environ if environment is None else environment).get(VARIABLE)
+    if not text:
+        return None
+    try:
+        return records.from_plain(Directive, json.loads(text), VARIABLE)
+    except ValueError as error:
+        raise UsageError(f"{VARIABLE} is malformed: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class PluginReady:
+    """The plugin's hooks took in one of the engine's processes. ``process`` is main or scheduler."""
+
+    pid: int
+    process: str
+    sglang_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How one rank gets its weights, and why.
+
+    ``outcome``: attached, donated (disk, then published), disk, refused (ends the engine), failed (after the decision:
+    the launcher starts again from disk) or explained. ``milliseconds`` holds the steps that were timed: observe,
+    connect, receive, map, build, bind, collective. ``mapped_bytes`` is the size of the arenas, ``private_bytes`` what
+    this engine copied.
+    """
+
+    rank: int
+    role: str
+    outcome: Literal["attached", "donated", "disk", "refused", "failed", "explained"]
+    code: str = ""
+    message: str = ""
+    differences: tuple[Difference, ...] = ()
+    set_id: str = ""
+    tensors: int = 0
+    arenas: int = 0
+    mapped_bytes: int = 0
+    private_bytes: int = 0
+    milliseconds: dict[str, float] | None = None
+
+
+Report = PluginReady | Decision
+
+
+def encode_report(report: Report) -> bytes:
+    """One packet."""
+    return json.dumps({"type": type(report).__name__, **records.to_plain(report)}).encode()
+
+
+def decode_report(data: bytes) -> Report:
+    """Decode one packet; raises ValueError when it is malformed."""
+    body = json.loads(data)
+    if not isinstance(body, dict):
+        raise records.RecordError("$: expected a table")
+    cls: type[PluginReady] | type[Decision] = PluginReady if body.pop("type", "") == "PluginReady" else Decision
+    return records.from_plain(cls, body)
+
+
+def send_report(directive: Directive, report: Report, timeout: float = 5.0) -> None:
+    """Tell the launcher, if one listens; a launcher that went away never stops an engine."""
+    if not directive.report:
+        return
+    with contextlib.suppress(WeightcacheError, OSError):
+        sock = transport.connect(directive.report, time.monotonic() + timeout)
+        with contextlib.closing(sock):
+            sock.settimeout(timeout)
+            transport.send_packet(sock, encode_report(report))
