@@ -1,10 +1,26 @@
-"""weightcache.toml as frozen values. (The reader is below; see docs/weightcache.toml for a commented example.)"""
+"""weightcache.toml as frozen values, and its reader; docs/weightcache.toml is the commented example.
+
+Whatever is wrong with a file is a ConfigError of one sentence: file, key, what is wrong and, for a key that does not
+exist, the nearest one that does.
+"""
 
 from __future__ import annotations
 
+import re
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from weightcache import paths
+from weightcache.config_checks import check
+from weightcache.config_decode import DecodeError, check_names, decode, parse_size
+from weightcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAX_FILE = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +57,7 @@ class MemoryConfig:
     """[memory]: ``cuda`` or ``host``; ``arena_bytes`` 0 chooses by the size of the set."""
 
     backend: Literal["cuda", "host"] = "cuda"
-    arena_bytes: int = 0
+    arena_bytes: Annotated[int, parse_size] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +88,101 @@ class Config:
     policy: PolicyConfig = PolicyConfig()
     ranks: tuple[RankConfig, ...] = (RankConfig(0),)
     path: Path | None = None
+
+
+SECTIONS: Mapping[str, type] = {
+    "agent": AgentConfig,
+    "loader": LoaderConfig,
+    "model": ModelConfig,
+    "memory": MemoryConfig,
+    "policy": PolicyConfig,
+    "rank": RankConfig,
+}
+"""The tables of the file; ``rank`` is a list of tables."""
+
+
+def load(path: Path | None) -> Config:
+    """Read ``path``; None means /etc/weightcache/weightcache.toml where it exists, else the defaults.
+
+    Raises ConfigError.
+    """
+    if path is None:
+        try:
+            return parse(_read(paths.CONFIG_FILE), paths.CONFIG_FILE)
+        except FileNotFoundError:
+            return Config()
+    try:
+        return parse(_read(path), path)
+    except FileNotFoundError:
+        raise ConfigError(f"{_name(path)}: there is no such file") from None
+
+
+def parse(text: str, path: Path) -> Config:
+    """The Config that ``text`` stands for; ``path`` is what the sentences call it. Raises ConfigError."""
+    try:
+        return _build(_toml(text), path)
+    except DecodeError as error:
+        raise ConfigError(f"{_name(path)}: {error}") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_FILE + 1)
+        if len(data) > MAX_FILE:
+            raise ConfigError(f"{_name(path)}: larger than {MAX_FILE} bytes, which is no configuration file")
+        return data.decode()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{_name(path)}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{_name(path)}: line {line}: a byte that is no UTF-8 text") from None
+    except ValueError:
+        raise ConfigError(f"{_name(path)}: no usable file name") from None
+
+
+def _toml(text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        what, _, where = str(error).rpartition(" (at ")
+        if match := re.fullmatch(r"line (\d+), column (\d+)\)", where):
+            raise DecodeError(f"line {match[1]}, column {match[2]}", f"not TOML: {what}") from None
+        last = text.count("\n") + 1
+        raise DecodeError(
+            f"line {last}", f"not TOML: {what or where.removesuffix(')')} at the end of the file"
+        ) from None
+    except RecursionError:
+        raise DecodeError("", "lists or tables are nested too deeply") from None
+    except ValueError as error:  # such as a whole number of thousands of digits
+        raise DecodeError("", f"not TOML: {error}") from None
+
+
+def _build(data: dict[str, Any], path: Path) -> Config:
+    check_names(data, SECTIONS, "")
+    model = data.get("model")
+    config = Config(
+        agent=decode(AgentConfig, data.get("agent", {}), "agent"),
+        loader=decode(LoaderConfig, data.get("loader", {}), "loader"),
+        model=None if model is None else decode(ModelConfig, model, "model"),
+        memory=decode(MemoryConfig, data.get("memory", {}), "memory"),
+        policy=decode(PolicyConfig, data.get("policy", {}), "policy"),
+        ranks=_ranks(data["rank"]) if "rank" in data else Config().ranks,
+        path=path,
+    )
+    return check(config, explicit_ranks="rank" in data)
+
+
+def _ranks(data: Any) -> tuple[RankConfig, ...]:
+    if not isinstance(data, list):
+        raise DecodeError("rank", "expected a list of tables: write [[rank]], in double brackets")
+    if not data:
+        raise DecodeError("rank", "at least one [[rank]] is needed")
+    return tuple(decode(RankConfig, entry, f"rank[{i}]") for i, entry in enumerate(data))
+
+
+def _name(path: Path) -> str:
+    text = str(path)
+    return text if text.isprintable() else ascii(text)
