@@ -149,11 +149,10 @@ def _toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         what, _, where = str(error).rpartition(" (at ")
         if match := re.fullmatch(r"line (\d+), column (\d+)\)", where):
-            raise DecodeError(f"line {match[1]}, column {match[2]}", f"not TOML: {what}") from None
-        last = text.count("\n") + 1
-        raise DecodeError(
-            f"line {last}", f"not TOML: {what or where.removesuffix(')')} at the end of the file"
-        ) from None
+            line, column = int(match[1]), int(match[2])
+        else:  # "at end of document"
+            line, column = text.count("\n") + 1, len(text) - text.rfind("\n")
+        raise DecodeError(f"line {line}, column {column}", f"not TOML: {what or error}") from None
     except RecursionError:
         raise DecodeError("", "lists or tables are nested too deeply") from None
     except ValueError as error:  # such as a whole number of thousands of digits
