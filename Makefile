@@ -1,0 +1,46 @@
+# make demo | test | test-fast | lint | bench | env | python | clean
+# Everything runs in environments outside the checkout, which the first use builds (tests/env/build.sh).
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.PHONY: help env demo test test-fast lint bench python clean
+
+ENVS ?= $(or $(WEIGHTCACHE_ENVS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/weightcache-dev)
+export WEIGHTCACHE_ENVS := $(ENVS)
+PYTHON := $(ENVS)/engine-0.5.23/bin/python
+PYTEST := $(PYTHON) -m pytest --timeout 300
+# mypy and import-linter find the package under its import name here; agent/ is only its folder.
+NAMED := build/named
+
+help:
+	@sed -n '1,2s/^# //p' $(MAKEFILE_LIST)
+
+env:
+	@tests/env/build.sh
+
+demo: env
+	@$(PYTHON) -m tests.demo
+
+test: lint
+	$(PYTEST) tests/unit
+	$(PYTEST) tests --ignore tests/unit
+
+test-fast: env
+	$(PYTEST) tests/unit
+
+lint: env
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	@mkdir -p $(NAMED) && ln -sfn ../../agent $(NAMED)/weightcache
+	MYPYPATH=$(NAMED) $(PYTHON) -m mypy
+	$(ENVS)/engine-0.5.23/bin/lint-imports
+
+bench: env
+	@$(PYTHON) -m tests.bench
+
+python:
+	@echo $(PYTHON)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find agent tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What several test folders share: environments, a real engine, memory maps, the page cache."""
