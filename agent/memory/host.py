@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from weightcache.errors import AttachFailed, NoRoom
+from weightcache.errors import AttachFailed, LoadFailed, NoRoom
 from weightcache.memory import memfd
 
 if TYPE_CHECKING:
@@ -109,13 +109,17 @@ class HostWritableRegion(HostRegion):
         """Make this process's own mapping read-only in place, seal, and return one descriptor per arena.
 
         The descriptors become the caller's. Addresses stay, so existing tensors stay valid, and a write through one
-        of them is SIGSEGV from here on.
+        of them is SIGSEGV from here on. Raises LoadFailed where something still maps an arena for writing.
         """
         offset = 0
         for fd, size in self._arenas:
             # The seal needs every writable mapping gone; MAP_FIXED swaps it for the readers' kind without a gap.
-            self._map(fd, offset, size, mmap.PROT_READ, mmap.MAP_PRIVATE)
-            memfd.seal(fd)
+            try:
+                self._map(fd, offset, size, mmap.PROT_READ, mmap.MAP_PRIVATE)
+                memfd.seal(fd)
+            except OSError as error:
+                reason = os.strerror(error.errno or 0)
+                raise LoadFailed(f"cannot seal the arena of {size} bytes at {offset} ({reason})") from None
             offset += size
         fds = tuple(fd for fd, _ in self._arenas)
         self._arenas.clear()
