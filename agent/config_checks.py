@@ -65,19 +65,20 @@ def _check_model(config: Config, explicit_ranks: bool) -> None:
         name = argument.partition("=")[0]
         if name.startswith(("--weight-cache", "--wcache")):
             raise DecodeError(f"model.arguments[{i}]", f"{shown(name)} is set by weightcache itself: remove it")
-    model_path = _option(arguments, "--model-path", "--model")
-    if model_path is None:
+    path = model_path(arguments)
+    if path is None:
         raise DecodeError("model.arguments", "--model-path is missing: which model should be held?")
-    if not model_path or model_path.startswith("--"):
+    if not path or path.startswith("--"):
         raise DecodeError("model.arguments", "--model-path has no value")
     if config.memory.backend == "cuda" and not explicit_ranks:
         raise DecodeError("rank", f"backend cuda needs a [[rank]] with its gpu ({_UUID_HINT})")
 
 
-def _option(arguments: tuple[str, ...], *names: str) -> str | None:
+def model_path(arguments: tuple[str, ...]) -> str | None:
+    """The value of --model-path (or --model); None without the option, empty without a value."""
     for i, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name in names:
+        if name in ("--model-path", "--model"):
             return value if equals else "".join(arguments[i + 1 : i + 2])
     return None
 

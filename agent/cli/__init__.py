@@ -1,0 +1,1 @@
+"""The command `wcache`: everything an operator asks of the agents of one host."""

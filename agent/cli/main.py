@@ -1,0 +1,123 @@
+"""`wcache`: arguments, the choice of the command, and one sentence with an exit status for whatever goes wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+import weightcache
+from weightcache import protocol
+from weightcache.cli import attach, config_command, control, doctor, load, status
+from weightcache.cli.parsing import Parser, add_global, unknown
+from weightcache.cli.text import escape
+from weightcache.errors import WeightcacheError
+
+Command = Callable[..., int]
+
+DESCRIPTION = """\
+Ask the weightcache agents of this host: what they hold, who uses it, and what to do next.
+Engines do not attach through this command: start them with wcache-launch."""
+
+EPILOG = """\
+examples:
+  wcache status                        one line a rank, its sets and the engines attached
+  wcache status --json | jq .ranks     the same for programs ("schema": 1)
+  wcache load --wait 600               load the configured model now and wait for it
+  wcache attach --check                map what is resident without an engine and compare its digests
+  wcache drain --rank 1 --wait 300     stop giving out rank 1's weights, wait for its engines, free them
+  wcache config set memory.backend host
+  wcache doctor                        what is missing on this machine, and what to do about it
+
+exit status:
+  0    done; for status: every rank is ready        70   internal error
+  1    refused or failed; for status: some rank     74   the output could not be written
+       is not ready                                 75   a load is under way: try again later
+  2    the command line makes no sense              76   not the same protocol on both sides
+  66   the checkpoint is missing or damaged         77   this user may not do that
+  69   no agent answers, or no such device          78   the configuration is wrong
+  130  interrupted                                  141  nobody reads the output any more
+
+environment:
+  WEIGHTCACHE_RUNTIME_DIR   directory of the sockets, where neither option nor configuration names one
+  WEIGHTCACHE_TRACEBACK=1   show where in the program an error came from
+  NO_COLOR                  never use colour"""
+
+EX_OUTPUT = 74
+EX_CLOSED_PIPE = 128 + 13
+EX_INTERRUPTED = 128 + 2
+
+
+def parser() -> Parser:
+    """The whole command line."""
+    top = Parser(prog="wcache", description=DESCRIPTION, epilog=EPILOG)
+    add_global(top, top=True)
+    top.add_argument("--version", action="version", version=_version(), help="print the version and leave")
+    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for module in (status, load, attach, control, config_command, doctor):
+        module.register(commands)
+    command = commands.add_parser("version", help="print the version and the protocol", description="Print versions.")
+    command.set_defaults(run=lambda _: print(_version()) or 0, parser=command)
+    return top
+
+
+def _version() -> str:
+    return f"weightcache {weightcache.__version__} (protocol {protocol.PROTOCOL}, Python {sys.version.split()[0]})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    if hasattr(sys.stdout, "reconfigure"):
+        # A terminal that cannot show a character is no reason to show nothing.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        return _flushed(_run(argv))
+    except BrokenPipeError:
+        _silence_stdout()
+        return EX_CLOSED_PIPE
+    except KeyboardInterrupt:
+        print("wcache: interrupted", file=sys.stderr)
+        return EX_INTERRUPTED
+    except WeightcacheError as error:
+        return _complain(error.message, error.exit_status)
+    except Exception as error:  # noqa: BLE001 - the last resort: one sentence instead of a traceback
+        hint = "WEIGHTCACHE_TRACEBACK=1 shows where"
+        return _complain(f"internal error: {type(error).__name__}: {error} ({hint})", WeightcacheError.exit_status)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    top = parser()
+    try:
+        options, extra = top.parse_known_args(argv)
+    except SystemExit as leaving:  # --help and --version
+        return int(leaving.code or 0)
+    if extra:
+        raise unknown(extra, options.parser)
+    status: int = options.run(options)
+    return status
+
+
+def _flushed(status: int) -> int:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence_stdout()
+        return _complain(f"the output could not be written ({error.strerror})", EX_OUTPUT)
+    return status
+
+
+def _silence_stdout() -> None:
+    # The interpreter flushes stdout once more on its way out; what is left in the buffer goes nowhere.
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+def _complain(message: str, status: int) -> int:
+    if os.environ.get("WEIGHTCACHE_TRACEBACK"):
+        traceback.print_exc()
+    print(f"wcache: {escape(message)}", file=sys.stderr)
+    return status

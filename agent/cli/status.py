@@ -1,0 +1,141 @@
+"""`wcache status`: what every rank of this host holds, and who uses it."""
+
+from __future__ import annotations
+
+import json
+import pwd
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from weightcache import records
+from weightcache.cli import ranks
+from weightcache.cli.parsing import Parser, add_global, add_rank
+from weightcache.cli.text import coloured, count, duration, escape, moment, paint, progress, size, table
+from weightcache.errors import AgentUnavailable, NotReady, StillLoading
+
+if TYPE_CHECKING:
+    import argparse
+
+    from weightcache.protocol import LeaseStatus, SetStatus
+
+DESCRIPTION = """\
+Show the state of every rank of this host. A rank whose agent does not answer is shown as last known.
+
+states: empty, loading, ready, drained (by an operator), failed (the last load, or the configuration),
+degraded (the resident bytes failed verification), unknown (no agent, nothing known)."""
+
+EPILOG = """\
+exit status:
+  0   every rank is ready
+  1   some rank is not ready
+  75  some rank is loading, and all others are ready
+  69  no agent answers at all"""
+
+HEADER = ("RANK", "STATE", "BACKEND", "GPU", "MODEL", "SETS", "SIZE", "ENGINES", "AGE")
+RIGHT = ("RANK", "SETS", "SIZE", "ENGINES", "AGE")
+COLOURS = {"ready": "green", "loading": "yellow", "drained": "yellow", "failed": "red", "degraded": "red"}
+
+
+def register(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "status", help="what every rank holds and who uses it", description=DESCRIPTION, epilog=EPILOG
+    )
+    parser.add_argument("--json", action="store_true", help='print one JSON object with "schema": 1')
+    add_rank(parser)
+    add_global(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the states and say by the exit status whether all is well."""
+    site = ranks.open_site(options)
+    ranks.warn_of_config(site)
+    views = ranks.query_all(site, ranks.find_ranks(site) if options.rank is None else [options.rank])
+    if options.json:
+        print(json.dumps({"schema": 1, "ranks": [_plain(view) for view in views]}, indent=2))
+    elif views:
+        print("\n".join(_lines(views)))
+    if all(view.agent == "down" for view in views):
+        # Leaves with the sentence of the first agent that is there but refuses this user or speaks another protocol.
+        told = [view.reason for view in views if view.reason and not isinstance(view.reason, AgentUnavailable)]
+        raise told[0] if told else AgentUnavailable(f"no agent answers in {site.directory}")
+    waiting = [view for view in views if view.agent == "down" or view.status.state != "ready"]
+    if not waiting:
+        return 0
+    loading = all(view.agent == "up" and view.status.state == "loading" for view in waiting)
+    return StillLoading.exit_status if loading else NotReady.exit_status
+
+
+def _plain(view: ranks.RankView) -> dict[str, Any]:
+    return {**records.to_plain(view.status), "agent": view.agent}
+
+
+def _lines(views: list[ranks.RankView]) -> list[str]:
+    lines = table(HEADER, [_row(view) for view in views], RIGHT)
+    if coloured(sys.stdout):
+        for i, view in enumerate(views, 1):
+            if colour := COLOURS.get(view.status.state):
+                lines[i] = paint(lines[i], view.status.state, colour)
+    for view in views:
+        lines += [f"rank {view.status.rank}: {line}" for line in _details(view)]
+    return lines
+
+
+def _row(view: ranks.RankView) -> tuple[str, ...]:
+    status = view.status
+    leases = sum(len(entry.leases) for entry in status.sets) + len(status.orphans)
+    newest = max((entry.published_at for entry in status.sets), default=None)
+    return (
+        str(status.rank),
+        escape(status.state) if view.agent == "up" else f"{escape(status.state)} (down)",
+        escape(status.backend),
+        escape(status.gpu_uuid) or "-",
+        escape(status.model) or "-",
+        str(len(status.sets)),
+        size(sum(entry.bytes for entry in status.sets)),
+        str(leases),
+        "-" if newest is None else duration(time.time() - newest),
+    )
+
+
+def _details(view: ranks.RankView) -> list[str]:
+    status = view.status
+    lines = []
+    if view.agent == "down":
+        known = f"last known {duration(time.time() - view.known_at)} ago" if view.known_at else "nothing known"
+        lines.append(f"agent down, {known}: {escape(view.reason.message if view.reason else '')}")
+    for entry in status.sets:
+        lines.append(_set_line(entry))
+        lines += [f"  {_lease_line(lease)}" for lease in entry.leases]
+    lines += [f"engine of a set that is gone: {_lease_line(lease)}" for lease in status.orphans]
+    if status.progress is not None:
+        lines.append(f"loading: {progress(status.progress)}")
+    if status.drained is not None:
+        lines.append(f"drained by {_user(status.drained.uid)} at {moment(status.drained.at)}; `wcache resume` ends it")
+    if status.error is not None and not (view.reason and status.error.message == view.reason.message):
+        lines.append(f"{escape(status.state)}: {escape(status.error.message)} [{escape(status.error.code)}]")
+    return lines
+
+
+def _set_line(entry: SetStatus) -> str:
+    revision = f" revision {escape(entry.revision)}" if entry.revision else ""
+    return (
+        f"set {escape(entry.id)} ({escape(entry.role)}, version {entry.version}) of {escape(entry.model)}{revision}: "
+        f"{count(entry.tensors, 'tensor')}, {size(entry.bytes)} in {count(entry.arenas, 'arena')}, "
+        f"loaded in {duration(entry.load_seconds)} at {moment(entry.published_at)}"
+    )
+
+
+def _lease_line(lease: LeaseStatus) -> str:
+    unit = f", {escape(lease.unit)}" if lease.unit else ""
+    held = duration(time.time() - lease.since)
+    return f"engine {lease.pid} ({_user(lease.uid)}{unit}) for {held}: {escape(lease.command)}"
+
+
+def _user(uid: int) -> str:
+    try:
+        return escape(pwd.getpwuid(uid).pw_name)
+    except (KeyError, OverflowError):
+        return f"uid {uid}"
