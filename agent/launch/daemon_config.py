@@ -1,0 +1,96 @@
+"""The configuration that daemon mode writes for the agents it starts."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightcache.errors import PermissionRefused, UsageError
+from weightcache.launch.server_only import without
+from weightcache.launch.sglang_options import SPELLINGS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightcache.config import RankConfig
+
+NAME = "weightcache.toml"
+
+
+def model_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
+    """SGLang's arguments as the loader gets them: nothing secret, the model's directory by its absolute path."""
+    result = list(without(arguments))
+    for i, token in enumerate(result):
+        name, equals, value = token.partition("=")
+        if name in SPELLINGS["model_path"]:
+            if equals:
+                result[i] = f"{name}={_absolute(value)}"
+            elif i + 1 < len(result):
+                result[i + 1] = _absolute(result[i + 1])
+    return tuple(result)
+
+
+def render(python: str, arguments: Sequence[str], backend: str, ranks: Sequence[RankConfig]) -> str:
+    """The file's text."""
+    lines = [
+        "# Written by wcache-launch --weight-cache-mode daemon for the launch that started these agents.",
+        "[loader]",
+        f"command = {_list((python, '-m', 'weightcache.loader'))}",
+        "[model]",
+        f"arguments = {_list(arguments)}",
+        "[memory]",
+        f"backend = {_text(backend)}",
+    ]
+    for entry in ranks:
+        lines += ["[[rank]]", f"rank = {entry.rank}"]
+        lines += [f"gpu = {_text(entry.gpu)}"] if entry.gpu else []
+    return "\n".join(lines) + "\n"
+
+
+def private_directory(path: Path) -> Path:
+    """Make ``path`` for this user alone, or check that it is. Raises PermissionRefused."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise PermissionRefused(f"the runtime directory {path} cannot be made ({error.strerror})") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionRefused(
+            f"the runtime directory {path} must be a directory that only this user may write: remove it or choose "
+            "another one with --wcache-runtime-dir"
+        )
+    return path
+
+
+def write(directory: Path, text: str) -> Path:
+    """Put the file into ``directory``, whole or not at all, readable for this user alone."""
+    target = directory / NAME
+    fd, name = tempfile.mkstemp(dir=directory, prefix=f".{NAME}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _absolute(value: str) -> str:
+    return os.path.realpath(value) if Path(value).is_dir() else value
+
+
+def _list(values: Sequence[str]) -> str:
+    return "[" + ", ".join(_text(value) for value in values) + "]"
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the argument {value!r} is no UTF-8 text and cannot be written to a configuration") from None
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'

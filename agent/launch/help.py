@@ -1,0 +1,36 @@
+"""What ``wcache-launch --wcache-help`` prints."""
+
+from __future__ import annotations
+
+HELP = """\
+usage: wcache-launch [OPTIONS] [--] SGLANG_ARGUMENTS...
+
+Starts `python -m sglang.launch_server SGLANG_ARGUMENTS...` with the weights that an agent holds in memory, and stays
+as its supervisor: signals and the exit status are passed through, one line a rank says how it got its weights.
+
+  --weight-cache-mode MODE      client (default): attach to running agents, or load from disk
+                                daemon: start the agents of this launch if none run, wait for them, attach
+                                off: plain SGLang, nothing added
+                                (recognised among SGLang's arguments too)
+  --wcache-on-mismatch WHAT     when the resident weights are not what this launch needs, or there are none:
+                                fallback (default): load from disk
+                                evict: first drop the resident set if nobody uses it and the agent allows it
+                                error: do not start
+  --wcache-wait SECONDS         how long to wait for a load that is under way (client: 0, daemon: 3600)
+  --wcache-explain              print what would happen and start nothing: exit 0 fine, 1 not, 69 no agent
+  --wcache-explain=full         start the engine up to its decision and print every differing field
+  --wcache-runtime-dir DIR      where the agents' sockets are (else $WEIGHTCACHE_RUNTIME_DIR, else the configuration's,
+                                else /run/weightcache, else below $XDG_RUNTIME_DIR)
+  --wcache-config FILE          the configuration (else /etc/weightcache/weightcache.toml where it exists)
+  --wcache-python INTERPRETER   the Python that has SGLang (else this one, else the one of loader.command, else python3)
+  --wcache-help                 this text; --help is SGLang's
+
+Exit status: the server's own, 128 + N after signal N; 2 usage, 1 refused (mismatch), 69 no agent or no proof that the
+weights came as asked, 75 still loading, 78 configuration.
+
+Examples:
+  wcache-launch --model-path /models/llama --tp-size 4 --port 30000
+  wcache-launch --wcache-on-mismatch error --wcache-wait 600 -- --model-path /models/llama
+  wcache-launch --wcache-explain=full --model-path /models/llama --dtype float16
+  wcache-launch --weight-cache-mode daemon --model-path /models/llama
+"""

@@ -1,0 +1,131 @@
+"""``wcache-launch``: decide what the launcher can decide, then run SGLang under it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightcache import config as configuration
+from weightcache.config import Config
+from weightcache.engine.directive import Directive
+from weightcache.errors import ConfigError, Mismatch, UsageError, WeightcacheError
+from weightcache.launch import daemon, decisions, explain, session, sockets
+from weightcache.launch.arguments import Options, split
+from weightcache.launch.console import say, write
+from weightcache.launch.help import HELP
+from weightcache.launch.refusals import refused
+from weightcache.launch.sglang_options import Given, given
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except WeightcacheError as error:
+        say(error.message)
+        if isinstance(error, Mismatch) and error.differences:
+            write(decisions.differences(error.differences), sys.stderr)
+        if isinstance(error, UsageError):
+            say("wcache-launch --wcache-help lists the options")
+        return error.exit_status
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(argv: Sequence[str]) -> int:
+    options = split(argv)
+    if options.help:
+        write(HELP, sys.stdout)
+        return 0
+    if not options.sglang:
+        raise UsageError("no arguments for SGLang: at least --model-path is needed")
+    launch = given(options.sglang)
+    if launch.flag("help") or (options.mode == "off" and not options.explain):
+        return _plain(options)
+    config = _config(options)
+    if options.explain == "short":
+        where = sockets.directory(options.runtime_dir, config)
+        found = sockets.discover(where, config, launch.text("device"), activate=False)
+        return explain.explain(found, launch, refused(launch))
+    python = _python(options, config)
+    directive = _directive(options, config, launch, python)
+    strict = options.reaction == "error"
+    plan = session.Launch(python, options.sglang, directive, strict, launch.number("port", session.DEFAULT_PORT))
+    return session.explain(plan) if options.explain else session.serve(plan)
+
+
+def _plain(options: Options) -> int:
+    """Become plain SGLang, with nothing added."""
+    python = options.python or _python(options, Config())
+    command = [python, "-m", "sglang.launch_server", *options.sglang]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execvpe(command[0], command, os.environ)  # noqa: S606
+    except OSError as error:
+        raise UsageError(f"{python} cannot be started ({error.strerror})") from None
+
+
+def _config(options: Options) -> Config:
+    try:
+        return configuration.load(options.config)
+    except ConfigError as error:
+        if options.config is not None or options.reaction == "error":
+            raise
+        # The configuration is the agents'; an engine that may load from disk starts without it.
+        say(f"{error.message}; going on with the defaults")
+        return Config()
+
+
+def _python(options: Options, config: Config) -> str:
+    if options.python:
+        return options.python
+    if importlib.util.find_spec("sglang") is not None:
+        return sys.executable
+    if config.loader.command and Path(config.loader.command[0]).name.startswith("python"):
+        return config.loader.command[0]
+    if found := shutil.which("python3"):
+        return found
+    raise UsageError("no Python with SGLang is known: name it with --wcache-python")
+
+
+def _directive(options: Options, config: Config, launch: Given, python: str) -> Directive:
+    strict = options.reaction == "error"
+    from_disk = ""
+    if refusal := refused(launch):
+        if strict:
+            raise UsageError(refusal)
+        from_disk = refusal
+    if options.mode == "daemon":
+        found = daemon.agents(options, config, launch, python)
+    else:
+        where = sockets.directory(options.runtime_dir, config)
+        found = sockets.discover(where, config, launch.text("device"))
+    if not found.agents and not from_disk:
+        error = found.missing()
+        if strict or options.explain:
+            raise error
+        from_disk = error.message
+    if from_disk:
+        say(f"{from_disk}: the weights will be loaded from disk")
+    elif options.mode == "client":
+        for sentence in explain.early(found, launch):
+            say(sentence)
+    return Directive(
+        purpose="engine",
+        backend=found.backend,
+        sockets=found.sockets,
+        group=uuid.uuid4().hex,
+        on_mismatch=options.reaction,
+        wait_seconds=options.wait_seconds or 0.0,
+        donate=not strict and not from_disk and not options.explain,
+        from_disk=from_disk,
+    )

@@ -1,0 +1,78 @@
+"""The server's process tree: take hold of it by pidfds, end it, and see it gone before anything else starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class Tree:
+    """Processes below one root, held by pidfds, so that a reused process number is never signalled."""
+
+    root: int
+    held: dict[int, int] = field(default_factory=dict)
+
+    def update(self) -> None:
+        """Take hold of everything that is below the root now."""
+        for pid in below(self.root):
+            if pid in self.held:
+                continue
+            with contextlib.suppress(OSError):
+                self.held[pid] = os.pidfd_open(pid)
+
+    def kill(self, timeout: float) -> bool:
+        """SIGKILL the whole tree and wait; False if some process is still there after ``timeout`` seconds.
+
+        Everything is stopped first, or a process that is still running could start another one behind our back.
+        """
+        seen = -1
+        while seen != len(self.held):
+            seen = len(self.held)
+            self.update()
+            self._send(signal.SIGSTOP)
+        self._send(signal.SIGKILL)
+        return self.wait(timeout)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether every held process ended within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        for fd in self.held.values():
+            left = max(0.0, deadline - time.monotonic())
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if not poll.poll(left * 1000):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Let go."""
+        for fd in self.held.values():
+            os.close(fd)
+        self.held.clear()
+
+    def _send(self, number: signal.Signals) -> None:
+        for fd in self.held.values():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(fd, number)
+
+
+def below(root: int) -> list[int]:
+    """``root`` and all its living descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                # The second field is the command in parentheses and may hold anything, also ")".
+                fields = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if fields[0] not in "ZX":
+                    children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [root]
+    for pid in found:
+        found.extend(children.get(pid, ()))
+    return found

@@ -1,0 +1,114 @@
+"""The launcher's private socket, on which the plugin in SGLang's processes reports.
+
+A directory of mode 0700 holds it; a report is one packet on a connection of its own, and only this user may send one.
+Nothing here blocks: the supervisor's selector says when there is something to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from weightcache import transport
+from weightcache.engine import directive
+from weightcache.errors import ProtocolError, WeightcacheError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+MAX_SOCKET_PATH = 107
+MAX_SENDERS = 256
+"""Connections that have not sent their report yet; a launch has a few processes a GPU."""
+
+
+class Receiver:
+    """A listening report socket; use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._directory = _private_directory()
+        self.path = self._directory / "report"
+        self._senders: dict[int, socket.socket] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._listener.bind(os.fspath(self.path))
+            self._listener.listen(128)
+            self._listener.setblocking(False)
+        except BaseException:
+            self.close()
+            raise
+        self._selector = selectors.EpollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Readable when a report or a connection is waiting (an epoll descriptor can be watched itself)."""
+        return self._selector.fileno()
+
+    def take(self) -> list[directive.Report]:
+        """All reports that are complete now."""
+        reports: list[directive.Report] = []
+        progress = True
+        while progress:
+            progress = False
+            for key, _ in self._selector.select(0):
+                progress = True
+                if key.fileobj is self._listener:
+                    self._accept()
+                    continue
+                sender = self._senders.pop(key.fd)
+                self._selector.unregister(sender)
+                with contextlib.closing(sender):
+                    reports.extend(_read(sender))
+        return reports
+
+    def _accept(self) -> None:
+        try:
+            sender, _ = self._listener.accept()
+        except OSError:
+            return
+        _, uid, _ = transport.peer_credentials(sender)
+        if uid != os.geteuid() or len(self._senders) >= MAX_SENDERS:
+            sender.close()
+            return
+        sender.setblocking(False)
+        self._senders[sender.fileno()] = sender
+        self._selector.register(sender, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Remove the socket and its directory."""
+        for sender in self._senders.values():
+            sender.close()
+        self._senders.clear()
+        self._listener.close()
+        if hasattr(self, "_selector"):
+            self._selector.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _private_directory() -> Path:
+    chosen = Path(tempfile.mkdtemp(prefix="wcache-launch-"))
+    if len(os.fsencode(chosen / "report")) > MAX_SOCKET_PATH:
+        # sockaddr_un has 108 bytes, and a long $TMPDIR leaves no room for a name.
+        chosen.rmdir()
+        chosen = Path(tempfile.mkdtemp(prefix="wcache-launch-", dir="/tmp"))
+    return chosen
+
+
+def _read(sender: socket.socket) -> list[directive.Report]:
+    try:
+        packet = transport.receive_packet(sender)
+        return [directive.decode_report(packet.data)] if packet.data else []
+    except (OSError, ValueError, RecursionError, ProtocolError, WeightcacheError):
+        # A report is news, never a command: one that makes no sense is dropped, and missing proof is noticed later.
+        return []

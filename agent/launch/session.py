@@ -1,0 +1,169 @@
+"""One launch: run the server under a directive, say how each rank got its weights, fall back to disk at most once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TextIO
+
+from weightcache.engine.directive import Decision, Directive
+from weightcache.errors import AgentUnavailable, from_code
+from weightcache.launch import decisions, proof, supervisor
+from weightcache.launch.console import say, write
+from weightcache.launch.reports import Receiver
+from weightcache.launch.signals import die_by
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from weightcache.engine.directive import Report
+
+FAILED_GRACE = 5.0
+"""An engine whose attach failed ends itself and says why; after this it is ended."""
+REFUSED_GRACE = 30.0
+EXPLAINED_GRACE = 30.0
+DEFAULT_PORT = 30000
+PLUGINS = "SGLANG_PLUGINS"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to run. ``strict``: rather no server than one whose weights came another way (mode error or daemon)."""
+
+    python: str
+    arguments: tuple[str, ...]
+    directive: Directive
+    strict: bool
+    port: int | None = DEFAULT_PORT
+
+    @property
+    def command(self) -> list[str]:
+        """The server's command line."""
+        return [self.python, "-m", "sglang.launch_server", *self.arguments]
+
+
+def environment(operator: Mapping[str, str], directive: Directive) -> dict[str, str]:
+    """The operator's environment plus exactly what this launch adds."""
+    result = {**operator, **directive.environment()}
+    chosen = operator.get(PLUGINS, "")
+    if chosen and proof.PLUGIN not in (name.strip() for name in chosen.split(",")):
+        result[PLUGINS] = f"{chosen},{proof.PLUGIN}"
+    return result
+
+
+@dataclass(slots=True)
+class _Watcher:
+    launch: Launch
+    reports: list[Report] = field(default_factory=list)
+    unproven: bool = False
+    failed: Decision | None = None
+    refused: Decision | None = None
+
+    @property
+    def wants_serving(self) -> bool:
+        return not self.unproven and proof.missing(self.reports)
+
+    def on_report(self, report: Report) -> float | None:
+        self.reports.append(report)
+        if not isinstance(report, Decision):
+            return None
+        explaining = report.outcome == "explained"
+        if not explaining:
+            say(decisions.line(report))
+            _table(report, sys.stderr)
+        if report.outcome == "failed":
+            self.failed = self.failed or report
+            return FAILED_GRACE
+        if report.outcome == "refused":
+            self.refused = self.refused or report
+            return REFUSED_GRACE
+        return EXPLAINED_GRACE if explaining else None
+
+    def on_serving(self) -> float | None:
+        self.unproven = True
+        complain(self.launch, self.reports, serving=True)
+        return 0.0 if self.launch.strict else None
+
+
+def complain(launch: Launch, reports: list[Report], serving: bool) -> None:
+    """Say loudly that nobody said how the weights came, and what to do."""
+    env = environment(os.environ, launch.directive)
+    what = (
+        "the server serves, but not through weightcache: its weights were loaded from disk"
+        if serving
+        else "the server ended without a word from weightcache inside it"
+    )
+    say(f"WARNING: {what}; {proof.cause(reports, launch.python, env)}")
+
+
+def serve(launch: Launch) -> int:
+    """Run the server and return the launcher's exit status (or die by the signal that ended the server)."""
+    with Receiver() as receiver:
+        launch = replace(launch, directive=replace(launch.directive, report=str(receiver.path)))
+        watcher = _Watcher(launch)
+        ended = _run(launch, receiver, watcher)
+        if watcher.failed is not None and not launch.strict and not ended.interrupted:
+            reason = watcher.failed.message or watcher.failed.code or "attaching failed"
+            say("starting the server again, from disk (this happens once)")
+            again = replace(launch.directive, from_disk=reason, group=uuid.uuid4().hex)
+            launch = replace(launch, directive=again)
+            watcher = _Watcher(launch)
+            ended = _run(launch, receiver, watcher)
+        status = _status(launch, watcher, ended)
+    return die_by(-status) if status < 0 else status
+
+
+def explain(launch: Launch) -> int:
+    """Run the engine up to its decision and print it: 0 if all ranks would attach, 1 if not."""
+    with Receiver() as receiver:
+        launch = replace(launch, directive=replace(launch.directive, report=str(receiver.path), explain=True))
+        watcher = _Watcher(launch)
+        ended = _run(launch, receiver, watcher)
+    explained = [report for report in watcher.reports if isinstance(report, Decision)]
+    if ended.interrupted:
+        return die_by(-ended.status) if ended.status < 0 else ended.status or 1
+    if not explained:
+        complain(launch, watcher.reports, serving=False)
+        return AgentUnavailable.exit_status
+    for decision in sorted(explained, key=lambda decision: (decision.rank, decision.role)):
+        write(decisions.line(decision), sys.stdout)
+        _table(decision, sys.stdout)
+    equal = all(d.outcome == "explained" and not d.differences and not d.code for d in explained)
+    return 0 if equal else 1
+
+
+def _run(launch: Launch, receiver: Receiver, watcher: _Watcher) -> supervisor.Ended:
+    env = environment(os.environ, launch.directive)
+    return supervisor.run(launch.command, env, receiver, watcher, launch.port)
+
+
+def _status(launch: Launch, watcher: _Watcher, ended: supervisor.Ended) -> int:
+    if ended.interrupted and not ended.killed:
+        return ended.status
+    if watcher.refused is not None:
+        return _exit_status(watcher.refused)
+    if watcher.failed is not None and launch.strict:
+        return _exit_status(watcher.failed)
+    if watcher.unproven and ended.killed:
+        return AgentUnavailable.exit_status
+    if not watcher.unproven and proof.missing(watcher.reports):
+        # SGLang's own refusal of its arguments comes before any scheduler: the plugin's word from main shows that.
+        own_failure = ended.status != 0 and bool(watcher.reports)
+        if not own_failure:
+            complain(launch, watcher.reports, serving=False)
+            if launch.strict:
+                return AgentUnavailable.exit_status
+        else:
+            say("the server ended before any rank had weights")
+    return ended.status
+
+
+def _exit_status(decision: Decision) -> int:
+    return from_code(decision.code, decision.message).exit_status
+
+
+def _table(decision: Decision, stream: TextIO) -> None:
+    if decision.differences:
+        write(decisions.differences(decision.differences), stream)

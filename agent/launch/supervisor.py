@@ -1,0 +1,148 @@
+"""Run the server once as a child: pass signals on, hand reports over as they come, end its tree when told to."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from weightcache.errors import UsageError
+from weightcache.launch import proof
+from weightcache.launch.console import say
+from weightcache.launch.processes import Tree, below
+from weightcache.launch.signals import SignalEvents
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from weightcache.engine.directive import Report
+    from weightcache.launch.reports import Receiver
+
+SERVING_POLL = 1.0
+KILL_TIMEOUT = 60.0
+"""A process with gigabytes on a GPU takes its time to go away."""
+
+
+class Watcher(Protocol):
+    """Who hears about the run. An answer other than None: end the server when so many seconds have passed."""
+
+    def on_report(self, report: Report) -> float | None:
+        """A report came."""
+
+    def on_serving(self) -> float | None:
+        """The server listens on its port, and ``wants_serving`` was true."""
+
+    @property
+    def wants_serving(self) -> bool:
+        """Whether it still matters if the server listens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the run ended: exit status, or minus the signal's number. ``interrupted``: a signal to end was passed on."""
+
+    status: int
+    interrupted: bool
+    killed: bool
+    """Whether the watcher's deadline ended it."""
+
+
+def run(
+    command: Sequence[str], environment: Mapping[str, str], receiver: Receiver, watcher: Watcher, port: int | None
+) -> Ended:
+    """Run ``command`` until it ends. Raises UsageError if it cannot be started."""
+    with SignalEvents() as signals, selectors.DefaultSelector() as selector:
+        try:
+            child = subprocess.Popen(command, env=dict(environment), preexec_fn=signals.child_setup())
+        except OSError as error:
+            raise UsageError(f"{command[0]} cannot be started ({error.strerror})") from None
+        except subprocess.SubprocessError:
+            raise UsageError(f"{command[0]} cannot be started") from None
+        run_ = _Run(child, receiver, watcher, port)
+        try:
+            pidfd = os.pidfd_open(child.pid)
+            try:
+                selector.register(signals, selectors.EVENT_READ)
+                selector.register(receiver, selectors.EVENT_READ)
+                selector.register(pidfd, selectors.EVENT_READ)
+                return run_.loop(selector, signals, pidfd)
+            finally:
+                os.close(pidfd)
+        finally:
+            run_.close()
+
+
+class _Run:
+    def __init__(self, child: subprocess.Popen[bytes], receiver: Receiver, watcher: Watcher, port: int | None) -> None:
+        self.child = child
+        self.receiver = receiver
+        self.watcher = watcher
+        self.port = port
+        self.tree = Tree(child.pid)
+        self.deadline: float | None = None
+        self.next_poll = time.monotonic() + SERVING_POLL
+        self.seen_serving = False
+
+    def loop(self, selector: selectors.BaseSelector, signals: SignalEvents, pidfd: int) -> Ended:
+        interrupted = killed = False
+        while True:
+            ready = {key.fd for key, _ in selector.select(self._timeout())}
+            if signals.fd in ready:
+                for number, forward in signals.take():
+                    interrupted = interrupted or number.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+                    if forward:
+                        self.child.send_signal(number)
+            self._reports()
+            if pidfd in ready:
+                break
+            self._poll()
+            if self.deadline is not None and time.monotonic() >= self.deadline:
+                killed = True
+                break
+        if self.deadline is not None:
+            self._end_tree()
+        status = self.child.wait()
+        self._reports()
+        return Ended(status, interrupted, killed)
+
+    def _timeout(self) -> float | None:
+        moments = [moment for moment in (self.deadline, self._polls() and self.next_poll) if moment]
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def _polls(self) -> bool:
+        return self.port is not None and self.deadline is None and self.watcher.wants_serving
+
+    def _reports(self) -> None:
+        for report in self.receiver.take():
+            self._end_after(self.watcher.on_report(report))
+
+    def _poll(self) -> None:
+        if not self._polls() or self.port is None or time.monotonic() < self.next_poll:
+            return
+        self.next_poll = time.monotonic() + SERVING_POLL
+        serving = proof.listens(below(self.child.pid), self.port)
+        if serving and self.seen_serving:  # twice: a report that was sent just before has arrived by now
+            self._end_after(self.watcher.on_serving())
+        self.seen_serving = serving
+
+    def _end_after(self, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        # Hold the processes now: once the server's main process is gone, nothing leads to its orphans any more.
+        self.tree.update()
+        moment = time.monotonic() + seconds
+        self.deadline = moment if self.deadline is None else min(self.deadline, moment)
+
+    def _end_tree(self) -> None:
+        if not self.tree.kill(KILL_TIMEOUT):
+            say(f"some of the server's processes do not end within {KILL_TIMEOUT:.0f} s")
+
+    def close(self) -> None:
+        """Whatever happened, leave no server behind."""
+        if self.child.poll() is None:
+            self.tree.kill(KILL_TIMEOUT)
+            self.child.wait(KILL_TIMEOUT)
+        self.tree.close()
