@@ -1,0 +1,129 @@
+"""Ask this rank's agent for a set: one conversation, whose open connection is the lease."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from weightcache import manifest, protocol, transport
+from weightcache.client import Conversation
+from weightcache.engine.directive import Directive
+from weightcache.errors import AgentUnavailable, ProtocolError
+from weightcache.fingerprint import Fingerprint
+from weightcache.manifest import Manifest
+from weightcache.memory import memfd
+from weightcache.protocol import ArenaInfo, LoadProgress
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class Offer:
+    """A resident set that matches. The offer owns its descriptors and its connection until they are taken."""
+
+    set_id: str
+    role: str
+    manifest: Manifest
+    arenas: tuple[ArenaInfo, ...]
+    fds: tuple[int, ...]
+    conversation: Conversation
+    milliseconds: dict[str, float] = field(default_factory=dict)
+
+    def close_fds(self) -> None:
+        """Close the arenas' descriptors: after mapping, the mapping alone keeps the memory."""
+        transport.close_all(self.fds)
+        self.fds = ()
+
+    def withdraw(self) -> None:
+        """Give everything back: the agent sees the lease end."""
+        self.close_fds()
+        self.conversation.close()
+
+
+@dataclass(slots=True)
+class Invitation:
+    """The rank is empty and this process may publish its own load with ``token``."""
+
+    token: str
+    conversation: Conversation
+
+    def withdraw(self) -> None:
+        """Decline: the agent is empty again."""
+        self.conversation.close()
+
+
+def socket_of(directive: Directive, device: torch.device, rank: int) -> Path:
+    """The public socket of the agent that holds this rank's GPU (by UUID, never by ordinal), or of this rank.
+
+    Raises AgentUnavailable when the launcher knew none.
+    """
+    keys = [f"rank:{rank}"]
+    if device.type == "cuda":
+        from weightcache.memory.cuda_vmm import device_uuid
+
+        uuid = device_uuid(device.index if device.index is not None else torch.cuda.current_device())
+        # A loader is told ranks; an engine is told GPUs, and its rank says nothing about which GPU it got.
+        keys = [uuid] if directive.purpose == "engine" else [uuid, *keys]
+    for key in keys:
+        if path := directive.sockets.get(key):
+            return Path(path)
+    raise AgentUnavailable(f"no agent serves {keys[0]}")
+
+
+def ask(
+    path: Path, directive: Directive, fingerprint: Fingerprint, on_progress: Callable[[LoadProgress], None]
+) -> Offer | Invitation:
+    """Ask for the set with ``fingerprint``. Raises the agent's refusal (Mismatch, Empty, ...) or AgentUnavailable."""
+    start = time.perf_counter()
+    conversation = Conversation(path, CONNECT_SECONDS)
+    connected = time.perf_counter()
+    try:
+        request = protocol.Attach(
+            role=fingerprint.role,
+            group=directive.group,
+            fingerprint=fingerprint,
+            wait_seconds=directive.wait_seconds,
+            donate=directive.donate,
+            evict=directive.on_mismatch == "evict",
+        )
+        conversation.send(request)
+        deadline = time.monotonic() + directive.wait_seconds + ANSWER_SECONDS
+        while True:
+            message, fds = conversation.receive(deadline - time.monotonic(), transport.MAX_FDS)
+            match message:
+                case protocol.Progress(progress):
+                    on_progress(progress)
+                case protocol.DonationInvited(token):
+                    return Invitation(token, conversation)
+                case protocol.Attached():
+                    offer = _offer(message, fds, conversation)
+                    received = time.perf_counter()
+                    offer.milliseconds["connect"] = (connected - start) * 1000
+                    offer.milliseconds["receive"] = (received - connected) * 1000
+                    return offer
+                case _:
+                    transport.close_all(fds)
+                    raise ProtocolError(f"the agent answered {type(message).__name__}")
+    except BaseException:
+        conversation.close()
+        raise
+
+
+def _offer(message: protocol.Attached, fds: tuple[int, ...], conversation: Conversation) -> Offer:
+    try:
+        if len(fds) != 1 + len(message.arenas):
+            raise ProtocolError(f"{len(fds)} descriptors for {len(message.arenas)} arenas and a manifest")
+        body = manifest.decode(memfd.read_sealed(fds[0], manifest.MAX_BYTES))
+        if body.bytes > sum(arena.bytes for arena in message.arenas):
+            raise ProtocolError("a manifest that is larger than its arenas")
+    except BaseException:
+        transport.close_all(fds)
+        raise
+    os.close(fds[0])
+    return Offer(message.set_id, message.role, body, message.arenas, fds[1:], conversation)

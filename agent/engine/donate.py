@@ -1,0 +1,137 @@
+"""Load a model and publish it: the loader's whole job, and what a serving engine does for an empty agent."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcache import checkpoint
+from weightcache.engine import adapter, gate, state
+from weightcache.engine.directive import Directive
+from weightcache.errors import WeightcacheError
+from weightcache.fingerprint import Fingerprint
+from weightcache.loader.produce import Loading, Produced, produce
+from weightcache.loader.publication import Publication
+from weightcache.loader.walk import Walk, walk
+from weightcache.memory import Memory
+from weightcache.paths import RankPaths
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Donation:
+    """A loaded model and, when it could be published, the set. ``reason`` says why it could not."""
+
+    model: nn.Module
+    produced: Produced | None
+    reason: WeightcacheError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A model as it was constructed and as loading left it."""
+
+    model: nn.Module
+    built: Walk
+    loading: Loading
+
+
+def publish_path(public: Path) -> Path:
+    """The publish socket beside a rank's public socket."""
+    return RankPaths(public.parent, int(public.name.partition(".")[0])).publish
+
+
+def load_observed(
+    load: Callable[[], nn.Module], inner: Any, fingerprint: Fingerprint, publication: Publication
+) -> Observed:
+    """Run ``load``, watching construction (for the difference that loading makes) and the bytes that are read."""
+    walks: list[Walk] = []
+    read = 0
+    directory = Path(fingerprint.model_path)
+    total = checkpoint.size(directory) if directory.is_dir() else 0
+
+    def count(size: int) -> None:
+        nonlocal read
+        read += size
+        publication.progress("loading", read, total)
+
+    adapter.count_weights(inner, count)
+    started = time.monotonic()
+    publication.progress("loading", 0, total, force=True)
+    with adapter.after_construction(lambda model: walks.append(walk(model))):
+        model = load()
+    if len(walks) != 1:
+        raise WeightcacheError(f"the loader constructed {len(walks)} models where one was expected")
+    return Observed(model, walks[0], Loading(fingerprint, time.monotonic() - started, read))
+
+
+def donate(
+    load: Callable[[], nn.Module],
+    inner: Any,
+    fingerprint: Fingerprint,
+    memory: Memory,
+    device: torch.device,
+    public: Path,
+    token: str,
+    directive: Directive,
+) -> Donation:
+    """Load, publish, go on serving from the arenas. A failure to publish never costs the engine its model."""
+    publication = Publication(publish_path(public), source="donor", group=directive.group, token=token)
+    observed = load_observed(load, inner, fingerprint, publication)
+    try:
+        gate.check(observed.model)
+        produced = produce(
+            observed.model,
+            observed.built,
+            observed.loading,
+            memory,
+            publication,
+            device=device,
+            arena_bytes=directive.arena_bytes,
+            keep_private=True,
+        )
+        publication.commit()
+    except WeightcacheError as error:
+        logger.warning("weightcache: this engine's weights are not cached: %s", error)
+        publication.abort(error)
+        return Donation(observed.model, None, error)
+    publication.close()
+    return Donation(observed.model, produced, None)
+
+
+def load_for_agent(
+    load: Callable[[], nn.Module],
+    inner: Any,
+    fingerprint: Fingerprint,
+    memory: Memory,
+    device: torch.device,
+    publication: Publication,
+    directive: Directive,
+) -> nn.Module:
+    """Load and publish one set of a loader's launch; the commit follows when all its models are loaded."""
+    observed = load_observed(load, inner, fingerprint, publication)
+    gate.check(observed.model)
+    produced = produce(
+        observed.model,
+        observed.built,
+        observed.loading,
+        memory,
+        publication,
+        device=device,
+        arena_bytes=directive.arena_bytes,
+        keep_private=False,
+        known=state.process.exported,
+    )
+    state.process.keep.append(produced.region)
+    if fingerprint.role == "target":
+        state.process.exported = produced.known
+    logger.info("weightcache: published set %s: %s", produced.set_id, dict(produced.milliseconds))
+    return observed.model

@@ -1,0 +1,79 @@
+"""The model loader inside a loader process: load each model of the launch, publish it, then end before any KV memory."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+from torch import nn
+
+from weightcache.engine import adapter, state
+from weightcache.engine.ask import socket_of
+from weightcache.engine.directive import TOKEN_VARIABLE, Directive
+from weightcache.engine.donate import load_for_agent, publish_path
+from weightcache.engine.observe import observe
+from weightcache.engine.serve import device_of
+from weightcache.errors import LoadFailed, WeightcacheError
+from weightcache.loader.publication import Publication
+from weightcache.memory import open_memory
+
+
+class PublishingLoader:
+    """Stands in for SGLang's loader inside a loader process."""
+
+    def __init__(self, inner: Any, runner: Any, directive: Directive) -> None:
+        self.inner = inner
+        self.runner = runner
+        self.directive = directive
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
+        """Load, publish; on any failure tell the agent the reason before the process ends."""
+        device = device_of(device_config)
+        publication = _publication(self.directive, device)
+        try:
+            if option := adapter.refused(self.runner.server_args):
+                raise LoadFailed(f"weightcache cannot serve with {option}")
+            fingerprint = observe(model_config, self.inner.load_config, self.runner.server_args, device)
+            return load_for_agent(
+                lambda: self.inner.load_model(model_config=model_config, device_config=device_config),
+                self.inner,
+                fingerprint,
+                open_memory(self.directive.backend, device.index or 0),
+                device,
+                publication,
+                self.directive,
+            )
+        except WeightcacheError as error:
+            publication.abort(error)
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            publication.abort(LoadFailed(f"loading failed: {type(error).__name__}: {_first_line(error)}"))
+            raise
+
+
+def _publication(directive: Directive, device: Any) -> Publication:
+    if state.process.publication is None:
+        path = publish_path(socket_of(directive, device, adapter.global_rank()))
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        state.process.publication = Publication(path, source="loader", group=directive.group, token=token)
+    return state.process.publication
+
+
+def finish() -> None:
+    """All models of this rank are published: commit, and end the process before it allocates KV memory."""
+    if state.process.publication is None:
+        raise SystemExit(1)
+    state.process.publication.commit()
+    state.process.publication.close()
+    raise SystemExit(0)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:500]

@@ -1,0 +1,137 @@
+"""The entry point that SGLang loads (group ``sglang.srt.plugins``): registers hooks, under weightcache's own switch.
+
+Without a directive in the environment nothing is registered. Hooks are registered only in processes that already
+imported what they hook: applying a hook imports its target, and a detokenizer should not import the scheduler. SGLang
+logs a hook that fails and goes on; therefore the first hooked call checks that all of them took, and the launcher
+waits for the report that it sends.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from weightcache.engine import directive as directives
+from weightcache.engine.directive import Directive
+from weightcache.errors import WeightcacheError
+
+logger = logging.getLogger(__name__)
+
+
+def setup() -> None:
+    """Called by SGLang in each of its processes."""
+    directive = directives.read()
+    if directive is None:
+        return
+    from weightcache.engine import adapter
+
+    if adapter.SCHEDULER_MODULE in sys.modules:
+        _register_scheduler(directive)
+    elif multiprocessing.parent_process() is None:
+        _register(adapter.LOAD_PLUGINS, _when_everything_is_imported)
+        directives.send_report(directive, directives.PluginReady(os.getpid(), "main", adapter.version()))
+
+
+def _register(target: str, hook: Callable[..., Any]) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _when_everything_is_imported(original: Callable[[], None]) -> None:
+    """SGLang calls load_plugins again just before it launches; by then the HTTP side is imported and can be hooked."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from weightcache.engine import adapter, refusals
+
+    original()
+    if adapter.TOKENIZER_CONTROL.rpartition(".")[0] in sys.modules:
+        for verb in ("release_memory_occupation", "resume_memory_occupation"):
+            _register(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))
+        HookRegistry.apply_hooks()
+
+
+def _register_scheduler(directive: Directive) -> None:
+    from weightcache.engine import adapter, refusals
+
+    hooks: dict[str, Callable[..., Any]] = {
+        adapter.LOAD_MODEL: _load_model(directive),
+        adapter.GET_MODEL_LOADER: _get_model_loader(directive),
+        adapter.INIT_MEMORY_POOLS: _init_memory_pools(directive),
+        adapter.ENABLE_OWN_CACHE: _leave_load_format_alone,
+    }
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    for verb in refusals.OUTPUTS:
+        if hasattr(SchedulerWeightUpdaterManager, verb):  # 0.5.17 has no begin and end
+            hooks[f"{adapter.WEIGHT_UPDATER}.{verb}"] = refusals.hook(verb)
+    for target, hook in hooks.items():
+        _register(target, hook)
+    _expected.update(hooks)
+
+
+_expected: set[str] = set()
+_runners: list[Any] = []
+"""The ModelRunner whose load_model runs now: only its loaders are ours (weight updates make loaders of their own)."""
+
+
+def _load_model(directive: Directive) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+        _prove_hooks(directive)
+        _runners.append(runner)
+        try:
+            return original(runner, *args, **kwargs)
+        finally:
+            _runners.pop()
+
+    return around
+
+
+def _prove_hooks(directive: Directive) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from weightcache.engine import adapter
+
+    missing = sorted(_expected - HookRegistry._patched)
+    if missing:
+        raise WeightcacheError(f"SGLang {adapter.version()} does not let weightcache hook {', '.join(missing)}")
+    directives.send_report(directive, directives.PluginReady(os.getpid(), "scheduler", adapter.version()))
+
+
+def _get_model_loader(directive: Directive) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inner = original(*args, **kwargs)
+        if not _runners:
+            return inner
+        if directive.purpose == "loader":
+            from weightcache.engine.export_role import PublishingLoader
+
+            return PublishingLoader(inner, _runners[-1], directive)
+        from weightcache.engine.serve import ServingLoader
+
+        return ServingLoader(inner, _runners[-1], directive)
+
+    return around
+
+
+def _init_memory_pools(directive: Directive) -> Callable[..., Any]:
+    """Called once, after target and draft are loaded on all ranks and before any KV memory is allocated."""
+
+    def around(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        from weightcache.engine import adapter, export_role, state
+
+        if directive.purpose == "loader":
+            export_role.finish()
+        if resident := sum(state.process.resident_bytes.values()):
+            adapter.add_to_baseline(scheduler.tp_worker.model_runner, resident)
+        return original(scheduler, *args, **kwargs)
+
+    return around
+
+
+def _leave_load_format_alone(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """SGLang's own --weight-cache-mode would change the load format of the whole runner; the launcher consumed it."""

@@ -1,0 +1,253 @@
+"""Give a model that was built on ``meta`` the tensors, names and values of a manifest.
+
+No data transform runs here: the bytes are what loading and post-processing left. Shared storages become views of the
+read-only mapping, private ones are copied. Identity is kept: one row is one object, whatever number of places name it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcache import manifest
+from weightcache.errors import AttachFailed
+from weightcache.loader.export import class_name
+from weightcache.loader.walk import walk
+from weightcache.manifest import Manifest, Step
+from weightcache.memory.views import dtype_of, view
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What an attached set leaves in the process, for sets that refer to it (a draft's shared parts)."""
+
+    modules: tuple[nn.Module, ...]
+    paths: Mapping[str, nn.Module]
+    tensors: tuple[torch.Tensor | None, ...]
+
+
+def rebuild(
+    model: nn.Module, body: Manifest, base: torch.Tensor, others: Mapping[str, Rebuilt] | None = None
+) -> Rebuilt:
+    """Bind ``body`` into ``model``; ``base`` is a uint8 tensor over the mapped range.
+
+    ``others`` holds already attached sets by role. Raises AttachFailed when the trees differ; the model is then unfit.
+    """
+    try:
+        return _Builder(model, body, base, others or {}).run()
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        raise AttachFailed(f"the model does not fit the manifest: {type(error).__name__}: {error}") from error
+
+
+class _Builder:
+    def __init__(self, model: nn.Module, body: Manifest, base: torch.Tensor, others: Mapping[str, Rebuilt]) -> None:
+        self.model = model
+        self.body = body
+        self.base = base
+        self.others = others
+        self.modules: list[nn.Module] = []
+        self.tensors: list[torch.Tensor | None] = [None] * len(body.tensors)
+        self.private: dict[int, torch.Tensor] = {}
+
+    def run(self) -> Rebuilt:
+        self._resolve_modules()
+        for slot in self.body.slots:
+            self._fill(slot)
+        for row in self.body.removed:
+            self._remove(row)
+        for scalar in self.body.scalars:
+            value = dtype_of(scalar.value[1]) if isinstance(scalar.value, tuple) else scalar.value
+            self._assign(self.modules[scalar.module], scalar.steps, value)
+        self._nothing_left_on_meta()
+        paths = {path: module for row, module in zip(self.body.modules, self.modules, strict=True) for path in row.paths}
+        return Rebuilt(tuple(self.modules), paths, tuple(self.tensors))
+
+    def _resolve_modules(self) -> None:
+        known = {"": self.model}
+        for row in self.body.modules:
+            module = self._external_module(row.external) if row.external else self._submodule(row.paths[0], known)
+            if class_name(type(module)) != row.cls:
+                raise AttachFailed(
+                    f"the module {row.paths[0] or 'at the root'} is a {class_name(type(module))} here "
+                    f"and a {row.cls} in the set"
+                )
+            known[row.paths[0]] = module
+            self.modules.append(module)
+        for row, module in zip(self.body.modules, self.modules, strict=True):
+            for path in filter(None, row.paths):
+                self._place_module(path, module, known)
+        expected = {id(module) for module in self.modules}
+        for path, module in self.model.named_modules():
+            if id(module) not in expected:
+                raise AttachFailed(f"the set knows no module {path}")
+
+    def _submodule(self, path: str, known: Mapping[str, nn.Module]) -> nn.Module:
+        if not path:
+            return self.model
+        parent, _, name = path.rpartition(".")
+        child = known[parent]._modules.get(name) if parent in known else None
+        if child is None:
+            raise AttachFailed(f"this model has no module {path}")
+        return child
+
+    def _place_module(self, path: str, module: nn.Module, known: Mapping[str, nn.Module]) -> None:
+        """Make ``path`` lead to ``module``: shared modules stay shared even where construction made two."""
+        parent, _, name = path.rpartition(".")
+        holder = known.get(parent)
+        if holder is None:
+            raise AttachFailed(f"this model has no module {parent}")
+        if holder._modules.get(name) is not module:
+            holder._modules[name] = module
+
+    def _external_module(self, reference: str) -> nn.Module:
+        role, _, path = reference.partition(":")
+        if role not in self.others or path not in self.others[role].paths:
+            raise AttachFailed(f"this set needs the module {path!r} of the set {role!r}, which is not attached")
+        return self.others[role].paths[path]
+
+    def _external_tensor(self, reference: str) -> torch.Tensor:
+        role, _, index = reference.partition(":")
+        tensors = self.others[role].tensors if role in self.others else ()
+        tensor = tensors[int(index)] if int(index) < len(tensors) else None
+        if tensor is None:
+            raise AttachFailed(f"this set needs tensor {index} of the set {role!r}, which is not attached")
+        return tensor
+
+    def _fill(self, slot: manifest.Slot) -> None:
+        module = self.modules[slot.module]
+        name = str(slot.steps[0][1])
+        old = _value(module, slot.steps)
+        tensor = self._external_tensor(slot.external) if slot.external else self._tensor(slot.tensor, old)
+        if len(slot.steps) > 1 or slot.place == manifest.ATTRIBUTE:
+            self._assign(module, slot.steps, tensor)
+        elif slot.place == manifest.PARAMETER:
+            _clear(module, name, keep=module._parameters)
+            module._parameters[name] = tensor  # type: ignore[assignment]
+        else:
+            _clear(module, name, keep=module._buffers)
+            module._buffers[name] = tensor
+            if slot.place == manifest.TRANSIENT_BUFFER:
+                module._non_persistent_buffers_set.add(name)
+            else:
+                module._non_persistent_buffers_set.discard(name)
+
+    def _tensor(self, index: int, old: object) -> torch.Tensor:
+        if (made := self.tensors[index]) is not None:
+            return made
+        row = self.body.tensors[index]
+        data = self._data(row)
+        if row.kind == "parameter":
+            cls = _parameter_class(row.cls, old)
+            tensor: torch.Tensor = torch.Tensor._make_subclass(cls, data, row.requires_grad)
+        else:
+            tensor = data
+        for name in row.attributes:
+            if not hasattr(old, name):
+                raise AttachFailed(f"a tensor of the set carries the attribute {name!r}, which this model does not make")
+            setattr(tensor, name, getattr(old, name))
+        self.tensors[index] = tensor
+        return tensor
+
+    def _data(self, row: manifest.Tensor) -> torch.Tensor:
+        dtype = dtype_of(row.dtype)
+        if row.storage < 0:
+            raw = bytearray(self.body.inline[-row.storage - 1])
+            flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+            return view(flat.clone(), 0, row.shape, row.stride, dtype)
+        storage = self.body.storages[row.storage]
+        start = row.offset * dtype.itemsize
+        if storage.shared:
+            piece = self.base[storage.offset : storage.offset + storage.bytes]
+        else:
+            piece = self.private.get(row.storage)  # type: ignore[assignment]
+            if piece is None:
+                piece = self.base[storage.offset : storage.offset + storage.bytes].clone()
+                self.private[row.storage] = piece
+        return view(piece, start, row.shape, row.stride, dtype)
+
+    def _assign(self, module: nn.Module, steps: Sequence[Step], value: object) -> None:
+        holder = _value(module, steps[:-1])
+        if isinstance(holder, tuple):
+            # A tuple cannot be changed in place: make the new one and put it where the old one was.
+            items = list(holder)
+            items[int(steps[-1][1])] = value
+            new = type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
+            self._assign(module, steps[:-1], new)
+            return
+        kind, step = steps[-1]
+        if kind == "attr":
+            if isinstance(holder, nn.Module):
+                _clear(holder, str(step), keep=vars(holder))
+                vars(holder)[str(step)] = value
+            else:
+                object.__setattr__(holder, str(step), value)
+        elif isinstance(holder, list | dict):
+            holder[step] = value
+        else:
+            raise AttachFailed(f"cannot place a value inside a {class_name(type(holder))}")
+
+    def _remove(self, row: manifest.Removed) -> None:
+        module = self.modules[row.module]
+        table: Any = {manifest.PARAMETER: module._parameters, manifest.BUFFER: module._buffers}.get(
+            row.place, vars(module)
+        )
+        if row.none:
+            table[row.name] = None
+        elif row.name in table:
+            del table[row.name]
+            module._non_persistent_buffers_set.discard(row.name)
+
+    def _nothing_left_on_meta(self) -> None:
+        found = walk(self.model)
+        for entry in found.tensors:
+            if entry.tensor.is_meta:
+                raise AttachFailed(f"the set brings no value for {found.path(entry.module, entry.steps)}")
+
+
+def _clear(module: nn.Module, name: str, keep: Mapping[str, object]) -> None:
+    """A name lives in one table only; the one that keeps it also keeps its order."""
+    for table in (module._parameters, module._buffers, vars(module)):
+        if table is not keep and name in table:
+            del table[name]
+
+
+def _value(module: nn.Module, steps: Sequence[Step]) -> Any:
+    value: Any = module
+    for kind, step in steps:
+        if value is None:
+            return None
+        value = getattr(value, str(step), None) if kind == "attr" else _item(value, step)
+    return value
+
+
+def _item(value: Any, step: str | int) -> Any:
+    try:
+        return value[step]
+    except (KeyError, IndexError):
+        return None
+
+
+def _parameter_class(name: str, old: object) -> type[torch.Tensor]:
+    """The class of the parameter that is replaced where it has that name; else a class that is loaded already.
+
+    Nothing is imported by name: a manifest is data.
+    """
+    if isinstance(old, torch.Tensor) and class_name(type(old)) == name:
+        return type(old)
+    return _loaded_parameter_class(name)
+
+
+@functools.cache
+def _loaded_parameter_class(name: str) -> type[torch.Tensor]:
+    pending: list[type] = [nn.Parameter]
+    while pending:
+        cls = pending.pop()
+        if class_name(cls) == name:
+            return cls
+        pending += cls.__subclasses__()
+    raise AttachFailed(f"this model has no parameter class {name}")

@@ -1,0 +1,278 @@
+"""Turn a loaded model into a manifest and a packing plan.
+
+Two walks make the difference that loading made: one right after construction (what an engine's own construction will
+give it) and one after loading and post-processing. Tensors are taken from the second; names that are gone and plain
+values that changed are carried too. Anything that cannot be carried faithfully is an error that names its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightcache import manifest
+from weightcache.errors import ExportRefused, UnplacedTensor
+from weightcache.loader.walk import FoundTensor, Walk, walk
+from weightcache.manifest import Manifest, Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One range of an existing storage that will be copied to ``offset`` of the set.
+
+    ``source`` is a uint8 tensor over the range; ``views`` are the tensor objects that look into it, each with its byte
+    offset inside the range.
+    """
+
+    offset: int
+    source: torch.Tensor
+    shared: bool
+    views: tuple[tuple[torch.Tensor, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A manifest and the pieces to copy, in the order of their offsets. Packing takes the pieces off the list."""
+
+    manifest: Manifest
+    pieces: list[Piece]
+    modules: Mapping[int, str]
+    tensors: Mapping[int, int]
+
+    def known(self, role: str) -> Known:
+        """This set's objects, for the export of a set that shares some of them."""
+        return Known(role, self.modules, self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Objects of another set of the same process, by id: module → canonical path, tensor → row in that set."""
+
+    role: str
+    modules: Mapping[int, str]
+    tensors: Mapping[int, int]
+
+
+def export(model: nn.Module, built: Walk, device: torch.device, known: Known | None = None) -> Export:
+    """Export ``model`` as loading left it; ``built`` is the walk of the same object right after construction.
+
+    Raises UnplacedTensor or ExportRefused, with the path of what cannot be carried.
+    """
+    loaded = walk(model)
+    _check_places(loaded, device)
+    storages = _Storages(loaded, device, known)
+    rows, inline = storages.tensor_rows()
+    body = Manifest(
+        bytes=storages.size,
+        storages=tuple(storages.rows),
+        inline=inline,
+        tensors=rows,
+        modules=tuple(
+            manifest.Module(entry.paths, class_name(type(entry.module)), _external_module(entry.module, known))
+            for entry in loaded.modules
+        ),
+        slots=tuple(storages.slot(entry) for entry in loaded.tensors),
+        removed=tuple(_removed(built, loaded)),
+        scalars=tuple(_changed(built, loaded)),
+    )
+    paths = {id(entry.module): entry.paths[0] for entry in loaded.modules}
+    return Export(body, storages.pieces(), paths, dict(storages.row_of))
+
+
+def class_name(cls: type) -> str:
+    """The qualified name of a class, as the manifest writes it."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _external_module(module: nn.Module, known: Known | None) -> str:
+    path = known.modules.get(id(module)) if known else None
+    return "" if path is None or known is None else f"{known.role}:{path}"
+
+
+def _check_places(loaded: Walk, device: torch.device) -> None:
+    for entry in loaded.tensors:
+        path = loaded.path(entry.module, entry.steps)
+        if entry.tensor.device.type not in (device.type, "cpu"):
+            raise UnplacedTensor(f"the tensor {path} is on {entry.tensor.device}, which this set does not cover")
+        if entry.tensor.layout is not torch.strided or entry.tensor.is_quantized:
+            raise UnplacedTensor(f"the tensor {path} is not strided ({entry.tensor.layout})")
+        if entry.reason:
+            raise UnplacedTensor(f"the tensor {path} cannot be rebuilt in an engine: {entry.reason}")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """[first, last) byte of ``tensor`` in its storage."""
+    first = tensor.storage_offset() * tensor.element_size()
+    if tensor.numel() == 0:
+        return first, first
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (last + 1) * tensor.element_size()
+
+
+class _Storages:
+    """Groups tensors by the memory they look into and gives each group a place in the set."""
+
+    def __init__(self, loaded: Walk, device: torch.device, known: Known | None) -> None:
+        self.device = device
+        self.known = known
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.groups: dict[tuple[int, int], list[FoundTensor]] = {}
+        self.rows: list[manifest.Storage] = []
+        self.row_of: dict[int, int] = {}
+        self._storage_of: dict[int, tuple[int, int]] = {}  # tensor id → (storage row, first byte of the range)
+        self._groups_in_order: list[tuple[int, list[FoundTensor]]] = []
+        self.size = 0
+        for entry in loaded.tensors:
+            if known is not None and id(entry.tensor) in known.tensors:
+                continue
+            self.tensors.setdefault(id(entry.tensor), entry.tensor)
+            if entry.tensor.device.type == device.type:
+                storage = entry.tensor.untyped_storage()
+                # Empty storages have no address to tell them apart, and nothing to share.
+                key = (storage.data_ptr(), 0) if storage.nbytes() else (0, id(entry.tensor))
+                self.groups.setdefault(key, []).append(entry)
+        self._place(loaded)
+
+    def _place(self, loaded: Walk) -> None:
+        groups = sorted(self.groups.values(), key=lambda entries: not _is_shared(entries))
+        for entries in groups:
+            extents = [_extent(entry.tensor) for entry in entries]
+            # Ranges start at a multiple of the alignment inside their storage, so that every view keeps its own.
+            first = min(start for start, _ in extents) // manifest.ALIGNMENT * manifest.ALIGNMENT
+            last = max(end for _, end in extents)
+            self.size = -(-self.size // manifest.ALIGNMENT) * manifest.ALIGNMENT
+            for entry in entries:
+                if (entry.tensor.storage_offset() * entry.tensor.element_size() - first) % entry.tensor.element_size():
+                    raise ExportRefused(f"the tensor {loaded.path(entry.module, entry.steps)} is not aligned")
+                self._storage_of[id(entry.tensor)] = (len(self.rows), first)
+            self.rows.append(manifest.Storage(self.size, last - first, _is_shared(entries)))
+            self._groups_in_order.append((first, entries))
+            self.size += last - first
+        self.size = -(-self.size // manifest.ALIGNMENT) * manifest.ALIGNMENT
+
+    def tensor_rows(self) -> tuple[tuple[manifest.Tensor, ...], tuple[bytes, ...]]:
+        rows: list[manifest.Tensor] = []
+        inline: list[bytes] = []
+        for key, tensor in self.tensors.items():
+            self.row_of[key] = len(rows)
+            if key in self._storage_of:
+                storage, first = self._storage_of[key]
+                offset = (tensor.storage_offset() * tensor.element_size() - first) // tensor.element_size()
+                stride = tuple(tensor.stride())
+            else:  # a host tensor beside device weights travels by value
+                value = tensor.detach().contiguous()
+                inline.append(bytes(value.reshape(-1).view(torch.uint8).numpy().tobytes()) if value.numel() else b"")
+                storage, offset, stride = -len(inline), 0, tuple(value.stride())
+            parameter = isinstance(tensor, nn.Parameter)
+            rows.append(
+                manifest.Tensor(
+                    storage=storage,
+                    offset=offset,
+                    shape=tuple(tensor.shape),
+                    stride=stride,
+                    dtype=dtype_name(tensor.dtype),
+                    kind="parameter" if parameter else "tensor",
+                    cls=class_name(type(tensor)),
+                    requires_grad=tensor.requires_grad,
+                    attributes=tuple(vars(tensor)) if hasattr(tensor, "__dict__") else (),
+                )
+            )
+        return tuple(rows), tuple(inline)
+
+    def slot(self, entry: FoundTensor) -> manifest.Slot:
+        key = id(entry.tensor)
+        if self.known is not None and key in self.known.tensors:
+            external = f"{self.known.role}:{self.known.tensors[key]}"
+            return manifest.Slot(entry.module, entry.place, entry.steps, -1, external)
+        return manifest.Slot(entry.module, entry.place, entry.steps, self.row_of[key])
+
+    def pieces(self) -> list[Piece]:
+        pieces = []
+        for row, (first, entries) in zip(self.rows, self._groups_in_order, strict=True):
+            tensors = {id(entry.tensor): entry.tensor for entry in entries}
+            storage = max((t.untyped_storage() for t in tensors.values()), key=lambda s: s.nbytes())
+            source = torch.empty(0, dtype=torch.uint8, device=entries[0].tensor.device)
+            if row.bytes:
+                source.set_(storage, first, (row.bytes,), (1,))
+            views = tuple((t, t.storage_offset() * t.element_size() - first) for t in tensors.values())
+            pieces.append(Piece(row.offset, source, row.shared, views))
+        return pieces
+
+
+def _is_shared(entries: list[FoundTensor]) -> bool:
+    """Memory is shared when a parameter lives in it and no named buffer does.
+
+    Waking SGLang's memory up writes every named buffer in place, and plain tensors may be workspaces: both are private.
+    """
+    buffers = (manifest.BUFFER, manifest.TRANSIENT_BUFFER)
+    return any(isinstance(entry.tensor, nn.Parameter) for entry in entries) and not any(
+        entry.place in buffers and len(entry.steps) == 1 for entry in entries
+    )
+
+
+def _removed(built: Walk, loaded: Walk) -> list[manifest.Removed]:
+    """Names that construction left on a module and loading took away, and tensors that it set to None."""
+    index_of = {id(entry.module): index for index, entry in enumerate(loaded.modules)}
+    rows = []
+    for (origin, place), names in built.names.items():
+        module = index_of.get(id(built.modules[origin].module))
+        if module is None:
+            raise ExportRefused(f"loading removed the module {built.modules[origin].paths[0]}")
+        left = set(loaded.names[module, place])
+        rows += [manifest.Removed(module, place, name, none=False) for name in names if name not in left]
+    for entry in built.tensors:
+        if len(entry.steps) != 1:
+            continue
+        module, place = index_of[id(built.modules[entry.module].module)], entry.place
+        if place == manifest.TRANSIENT_BUFFER:
+            place = manifest.BUFFER
+        name = str(entry.steps[0][1])
+        if _table(loaded.modules[module].module, place).get(name, _ABSENT) is None:
+            rows.append(manifest.Removed(module, place, name, none=True))
+    return rows
+
+
+def _table(module: nn.Module, place: str) -> Mapping[str, Any]:
+    return {manifest.PARAMETER: module._parameters, manifest.BUFFER: module._buffers}.get(place, vars(module))
+
+
+def _changed(built: Walk, loaded: Walk) -> list[manifest.ChangedScalar]:
+    """Plain values that loading set or changed, and a refusal for objects that it set and nobody can carry."""
+    before = {id(entry.module): index for index, entry in enumerate(built.modules)}
+    held_tensor = {(entry.module, entry.steps) for entry in built.tensors}
+    rows = []
+    for (module, steps), value in loaded.scalars.items():
+        origin = before.get(id(loaded.modules[module].module))
+        if value is None and len(steps) == 1 and (origin, steps) in held_tensor:
+            continue  # a tensor that became None is a removed row
+        old = built.scalars.get((origin, steps), _ABSENT) if origin is not None else _ABSENT
+        if type(old) is type(value) and (old == value or old != old):
+            continue
+        rows.append(manifest.ChangedScalar(module, steps, _scalar(value)))
+    for (module, steps), value in loaded.opaque.items():
+        origin = before.get(id(loaded.modules[module].module))
+        if origin is None or len(steps) != 1:
+            continue
+        if (origin, steps) not in built.opaque and (origin, steps) not in built.scalars:
+            kind = class_name(type(value))
+            raise ExportRefused(f"loading set {loaded.path(module, steps)} to a {kind}, which cannot be carried")
+    return rows
+
+
+_ABSENT = object()
+
+
+def _scalar(value: Any) -> Scalar:
+    if isinstance(value, torch.dtype):
+        return ("dtype", dtype_name(value))
+    plain: Scalar = value
+    return plain
