@@ -33,7 +33,7 @@ lint: env
 	$(PYTHON) -m ruff format --check .
 	@mkdir -p $(NAMED) && ln -sfn ../../agent $(NAMED)/weightcache
 	MYPYPATH=$(NAMED) $(PYTHON) -m mypy
-	$(ENVS)/engine-0.5.23/bin/lint-imports
+	$(ENVS)/engine-0.5.23/bin/lint-imports --no-logo
 
 bench: env
 	@$(PYTHON) -m tests.bench

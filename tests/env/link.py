@@ -1,4 +1,6 @@
-"""Make a checkout importable as ``weightcache`` in the environment that runs this: link.py CHECKOUT.
+"""Make a checkout importable as ``weightcache``: link.py CHECKOUT [FOLDER].
+
+Without FOLDER in the environment whose interpreter runs this; with it for whoever has FOLDER on PYTHONPATH.
 
 An editable install of a package whose folder has another name works through a .pth file that executes code in every
 process of the environment. This does the same with a symbolic link, a dist-info directory (which is where SGLang looks
@@ -15,6 +17,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+PLACES = ("purelib", "scripts")
 SCRIPT = """\
 #!{python}
 import sys
@@ -28,7 +31,7 @@ def replace(path: Path, text: str, mode: int = 0o644) -> None:
     """Write ``text`` by rename, only when it differs: other processes may be using the environment."""
     if path.is_file() and path.read_text() == text:
         return
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text)
     fresh.chmod(mode)
@@ -39,6 +42,7 @@ def replace_link(path: Path, target: Path) -> None:
     """Point the symbolic link ``path`` at ``target``, by rename."""
     if path.is_symlink() and path.readlink() == target:
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(target)
@@ -52,15 +56,14 @@ def entry_points(project: dict[str, Any]) -> str:
     return "\n".join(sections)
 
 
-def main(checkout: Path) -> None:
-    """Link ``checkout`` into this environment."""
+def main(checkout: Path, site: Path, scripts: Path) -> None:
+    """Link ``checkout`` into the folder ``site``, and its commands into ``scripts``."""
     document = tomllib.loads((checkout / "pyproject.toml").read_text())
     project, name = document["project"], document["project"]["name"]
     package = checkout / document["tool"]["setuptools"]["package-dir"][name]
     version = re.search(r'^__version__ = "(.+)"$', (package / "__init__.py").read_text(), re.MULTILINE)
     if version is None:
         sys.exit(f"{package}/__init__.py has no __version__")
-    site, scripts = Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("scripts"))
     info = site / f"{name}-{version[1]}.dist-info"
     for stale in site.glob(f"{name}-*.dist-info"):
         if stale != info:
@@ -76,4 +79,6 @@ def main(checkout: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    _, source, *chosen = sys.argv
+    folders = [Path(chosen[0]), Path(chosen[0], "bin")] if chosen else map(Path, map(sysconfig.get_path, PLACES))
+    main(Path(source).resolve(), *folders)
