@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A terminal that cannot show a character is no reason to show nothing.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _flushed(_run(argv))
+        status = _run(argv)
+        sys.stdout.flush()
     except BrokenPipeError:
         _silence_stdout()
         return EX_CLOSED_PIPE
@@ -81,9 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EX_INTERRUPTED
     except WeightcacheError as error:
         return _complain(error.message, error.exit_status)
+    except OSError as error:
+        if error.filename is not None:
+            return _internal(error)
+        # Commands turn their own system errors into sentences: this one is the output's.
+        _silence_stdout()
+        return _complain(f"the output could not be written ({error.strerror})", EX_OUTPUT)
     except Exception as error:  # noqa: BLE001 - the last resort: one sentence instead of a traceback
-        hint = "WEIGHTCACHE_TRACEBACK=1 shows where"
-        return _complain(f"internal error: {type(error).__name__}: {error} ({hint})", WeightcacheError.exit_status)
+        return _internal(error)
+    return status
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -98,15 +105,9 @@ def _run(argv: Sequence[str] | None) -> int:
     return status
 
 
-def _flushed(status: int) -> int:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _silence_stdout()
-        return _complain(f"the output could not be written ({error.strerror})", EX_OUTPUT)
-    return status
+def _internal(error: Exception) -> int:
+    hint = "WEIGHTCACHE_TRACEBACK=1 shows where"
+    return _complain(f"internal error: {type(error).__name__}: {error} ({hint})", WeightcacheError.exit_status)
 
 
 def _silence_stdout() -> None:
