@@ -1,0 +1,56 @@
+"""``python -m weightcache.server``: the resident agent of one rank."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import weightcache
+from weightcache.errors import WeightcacheError
+from weightcache.server import listen, process
+from weightcache.server.server import Server
+from weightcache.server.settings import Options, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+log = logging.getLogger("weightcache")
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """The command line as a value."""
+    parser = argparse.ArgumentParser(prog="weightcache.server", description="Hold one rank's model weights.")
+    parser.add_argument("--version", action="version", version=weightcache.__version__)
+    parser.add_argument("--rank", type=int, required=True, help="the rank to serve")
+    parser.add_argument("--config", type=Path, help="configuration file (default: /etc/weightcache/weightcache.toml)")
+    parser.add_argument("--runtime-dir", type=Path, help="where the sockets live, instead of the configured directory")
+    parser.add_argument("--listen", type=Path, help="where to bind the public socket, instead of RANK.sock there")
+    parser.add_argument("--load", action="store_true", help="load the configured model at once")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the agent; returns the exit status."""
+    handed = listen.handed_in(os.environ)
+    options = parse(arguments)
+    process.log_to_stderr(options.rank)
+    process.protect()
+    process.raise_descriptor_limit()
+    for name, fd in handed.others:
+        log.warning("closing descriptor %d (%.40r), which nobody asked for", fd, name)
+        os.close(fd)
+    try:
+        asyncio.run(Server(resolve(options)).serve(handed.public))
+    except WeightcacheError as error:
+        log.error("%s", error.message)  # noqa: TRY400 - a sentence for an operator, no traceback
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""One rank: what it holds, what it is making, who uses it. No sockets and no processes in here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightcache.protocol import DrainInfo, ErrorInfo
+from weightcache.server import leases, markers
+from weightcache.server.production import Production
+from weightcache.server.sets import ResidentSet, Sets
+from weightcache.server.states import Backoff, Facts, State, state_of
+from weightcache.server.waiting import Changes
+from weightcache.transport import close_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from weightcache.server.keeper import Keeper
+    from weightcache.server.leases import Lease
+    from weightcache.server.peers import Peer
+    from weightcache.server.settings import Settings
+
+log = logging.getLogger("weightcache")
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoad:
+    """The failed marker: why the last load failed, and when (seconds since the epoch)."""
+
+    code: str
+    message: str
+    at: float
+
+
+class Agent:
+    """The state of one rank. All methods run on the event loop; none of them waits for a peer."""
+
+    def __init__(self, settings: Settings, keeper: Keeper) -> None:
+        self.settings = settings
+        self.keeper = keeper
+        self.sets = Sets()
+        self.orphans: dict[str, Lease] = {}
+        self.production: Production | None = None
+        self.job: asyncio.Task[None] | None = None
+        self.failure: ErrorInfo | None = None
+        self.backoff = Backoff()
+        self.drained: DrainInfo | None = None
+        self.started = time.monotonic()
+        self.changes = Changes()
+        self.observers: list[Callable[[], None]] = []
+        self.verifying = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._releases: set[asyncio.Task[None]] = set()
+        self._announced: State | None = None
+
+    def recover(self) -> bool:
+        """Read the markers that an earlier agent left; False if the configured model should not be loaded by itself."""
+        unknown = FailedLoad("load-failed", "an earlier load failed", time.time())
+        if failed := markers.read(self.settings.paths.failed_marker, FailedLoad, unknown):
+            self.failure = ErrorInfo(failed.code, failed.message)
+        self.drained = markers.read(self.settings.paths.drain_marker, DrainInfo, DrainInfo(0, time.time()))
+        self.touch()
+        return not (failed or self.drained or self.settings.error)
+
+    @property
+    def error(self) -> ErrorInfo | None:
+        """What is wrong: the configuration, or else the last load."""
+        return self.settings.error or self.failure
+
+    @property
+    def state(self) -> State:
+        """What the rank is doing now."""
+        return state_of(
+            Facts(
+                drained=self.drained is not None,
+                damaged=any(s.damaged for s in self.sets),
+                loading=self.production is not None,
+                resident=len(self.sets) > 0,
+                failed=self.error is not None,
+            )
+        )
+
+    def touch(self) -> None:
+        """Something changed: tell whoever waits or watches, and log the state once per change."""
+        state = self.state
+        if state is not self._announced:
+            log.info("state %s%s", state, f": {self.error.message}" if self.error and state is State.FAILED else "")
+            self._announced = state
+        self.changes.notify()
+        for observer in self.observers:
+            observer()
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run ``work`` beside everything else; kept referenced until it is done."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+        return task
+
+    def _finished(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            log.error("internal error in the background", exc_info=error)
+
+    async def background(self) -> None:
+        """Wait for everything that was spawned."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    # -- making sets ---------------------------------------------------------------------------------------------------
+
+    def start(self, source: Literal["loader", "donor"], group: str) -> Production:
+        """Begin a load, where none is under way."""
+        self.production = Production(source, group, self.dispose)
+        log.info("load begins (%s)", source)
+        self.touch()
+        return self.production
+
+    def commit(self, production: Production) -> list[ResidentSet]:
+        """Make all sets of a load visible together, and turn its donor's connections into leases."""
+        staged, production.staged = production.staged, []
+        made = [self.sets.add(item, production.source) for item in staged]
+        production.committed = True
+        for holder in production.holders:
+            for resident in made:
+                if resident.info.role == holder.role:
+                    holder.lease = self.lease(resident, holder.peer)
+        for resident in made:
+            log.info(
+                "set %s %s version %d published by %s: %d bytes in %d arenas after %.1f s",
+                resident.id,
+                resident.info.role,
+                resident.version,
+                production.source,
+                resident.bytes,
+                len(resident.info.arenas),
+                production.seconds,
+            )
+        self.production, self.failure, self.backoff = None, None, Backoff()
+        self.forget_failure()
+        production.end()
+        self.settle()
+        return made
+
+    def give_up(self, production: Production, error: ErrorInfo | None, failed: bool = True) -> None:
+        """End a load without a set: if it ``failed``, later tries are spaced out and a restart tries nothing."""
+        if self.production is not production:
+            return
+        self.production = None
+        production.error = error
+        if failed and error is not None:
+            self.failure = error
+            self.backoff = self.backoff.after_failure(time.monotonic())
+            try:
+                markers.write(self.settings.paths.failed_marker, FailedLoad(error.code, error.message, time.time()))
+            except OSError as problem:
+                log.warning("cannot write %s: %s", self.settings.paths.failed_marker, problem)
+        log.info(
+            "load ended without a set after %.1f s: %s", production.seconds, error.message if error else "given up"
+        )
+        production.end()
+        self.touch()
+
+    def forget_failure(self) -> None:
+        """A load succeeded, or somebody asked for a new one."""
+        try:
+            markers.remove(self.settings.paths.failed_marker)
+        except OSError as problem:
+            log.warning("cannot remove %s: %s", self.settings.paths.failed_marker, problem)
+
+    def dispose(self, fds: Sequence[int]) -> None:
+        """Close descriptors in a thread: the last close of device memory may take as long as the driver likes."""
+        if fds:
+            self.spawn(asyncio.to_thread(close_all, fds))
+
+    # -- using sets ----------------------------------------------------------------------------------------------------
+
+    def lease(self, resident: ResidentSet, peer: Peer) -> Lease:
+        """Note that an engine uses a set from now on."""
+        lease = leases.grant(peer, resident.id, resident.info.role)
+        resident.leases[lease.id] = lease
+        log.info("set %s leased to %s %s", resident.id, peer, lease.status.unit)
+        self.touch()
+        return lease
+
+    def orphan(self, set_id: str, role: str, peer: Peer) -> Lease:
+        """Note that an engine uses a set that this agent does not hold."""
+        lease = leases.grant(peer, set_id, role)
+        self.orphans[lease.id] = lease
+        log.info("%s still uses a set that is not resident any more", peer)
+        self.touch()
+        return lease
+
+    def end_lease(self, lease: Lease) -> None:
+        """An engine is gone; a set that only waited for this is dropped."""
+        self.orphans.pop(lease.id, None)
+        if resident := self.sets.get(lease.set_id):
+            resident.leases.pop(lease.id, None)
+        log.info("lease on set %.12s ended: pid %d (uid %d)", lease.set_id, lease.status.pid, lease.status.uid)
+        self.settle()
+
+    def settle(self) -> None:
+        """Drop every unleased set that nobody can get any more."""
+        for resident in self.sets.unleased() if self.drained else self.sets.superseded():
+            if not resident.leases:
+                self.drop(resident)
+        self.touch()
+
+    async def releases(self) -> None:
+        """Wait until everything that was dropped so far is closed."""
+        if self._releases:
+            await asyncio.wait(set(self._releases))
+
+    def drop(self, resident: ResidentSet) -> asyncio.Task[None]:
+        """Forget a set at once and close its descriptors behind; leases on it live on as orphans."""
+        self.sets.remove(resident)
+        self.orphans.update(resident.leases)
+        log.info("set %s dropped: %d bytes", resident.id, resident.bytes)
+        self.touch()
+        task = self.spawn(self._release(resident))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+        return task
+
+    async def _release(self, resident: ResidentSet) -> None:
+        try:
+            await self.keeper.forget(resident.id)
+        finally:
+            await resident.close()

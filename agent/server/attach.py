@@ -1,0 +1,190 @@
+"""Giving out: attach, the wait for a load, invitations to donate, and the explicit load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weightcache.errors import Degraded, Drained, Empty, Mismatch, StillLoading, from_code
+from weightcache.fingerprint import CONSEQUENCES, Difference, Value, diff
+from weightcache.protocol import Attach, Attached, DonationInvited, Load, Loaded, LoadProgress, Progress
+from weightcache.server import leases, loads
+from weightcache.server.production import Holder
+from weightcache.server.states import State
+from weightcache.server.waiting import first
+
+if TYPE_CHECKING:
+    from weightcache.server.app import Agent
+    from weightcache.server.connection import Connection
+    from weightcache.server.production import Production
+    from weightcache.server.sets import ResidentSet
+
+PROGRESS_SECONDS = 0.5
+_LONGEST_VALUE = 1000
+
+
+async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
+    """Give out the matching set and keep the lease; or wait for one; or invite a donation; or say why not."""
+    deadline = time.monotonic() + request.wait_seconds
+    while True:
+        require_giving(agent)
+        if resident := agent.sets.find(request.role, request.fingerprint):
+            return await _hand_out(agent, connection, resident)
+        if (production := agent.production) is None:
+            if resident := agent.sets.newest(request.role):
+                await _make_way(agent, resident, request)
+                continue
+            if _may_donate(agent, connection, request):
+                return await _invite(agent, connection, request, agent.start("donor", request.group))
+            production = await _load_for(agent, request)
+        elif _same_donor(production, connection, request):
+            return await _invite(agent, connection, request, production)
+        await wait_for(connection, production, deadline)
+
+
+async def load(agent: Agent, connection: Connection, request: Load) -> None:
+    """Load the configured model, or find that it is resident already."""
+    deadline = time.monotonic() + request.wait_seconds
+    while True:
+        require_giving(agent)
+        if agent.production is None and (resident := agent.sets.newest("target")):
+            return await connection.send(Loaded(resident.id))
+        await wait_for(connection, agent.production or loads.begin(agent), deadline)
+
+
+def require_giving(agent: Agent) -> None:
+    """Raise Drained or Degraded where nothing may be given out."""
+    rank = agent.settings.rank
+    if agent.drained:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(agent.drained.at))
+        raise Drained(f"rank {rank} was drained by uid {agent.drained.uid} at {at} until `wcache resume`")
+    if agent.state is State.DEGRADED:
+        bad = ", ".join(s.id for s in agent.sets if s.damaged)
+        raise Degraded(f"rank {rank} holds damaged weights (set {bad}): evict them with `wcache evict`")
+
+
+async def wait_for(connection: Connection, production: Production, deadline: float) -> None:
+    """Report progress until the load is decided. Raises StillLoading at the deadline, or the loader's own error."""
+    while not production.ended.is_set():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise StillLoading(f"a load is under way: {in_words(production.now())}")
+        await connection.send(Progress(production.now()))
+        await first(production.ended, seconds=min(PROGRESS_SECONDS, left))
+    # A donor's failure is not the waiter's: it may find the rank empty and donate or load itself.
+    if production.error and production.source == "loader" and not production.committed:
+        raise from_code(production.error.code, production.error.message)
+
+
+def in_words(progress: LoadProgress) -> str:
+    """Progress as the end of a sentence."""
+    total = f" of {progress.bytes_total}" if progress.bytes_total else ""
+    return f"phase {progress.phase}, {progress.bytes_done}{total} bytes, {progress.seconds:.0f} s so far"
+
+
+async def _hand_out(agent: Agent, connection: Connection, resident: ResidentSet) -> None:
+    # The lease comes first, so that the set cannot be evicted between the answer and its arrival.
+    lease = agent.lease(resident, connection.peer)
+    try:
+        with resident.lent() as fds:
+            await connection.send(Attached(resident.id, resident.info.role, lease.id, resident.info.arenas), fds)
+        await leases.until_gone(connection)
+    finally:
+        agent.end_lease(lease)
+
+
+async def _make_way(agent: Agent, resident: ResidentSet, request: Attach) -> None:
+    """Drop a set that does not match, where the engine asks for it and may; else raise Mismatch."""
+    differences = diff(resident.info.fingerprint, request.fingerprint)
+    fields = ", ".join(d.field for d in differences)
+    sentence = f"rank {agent.settings.rank} holds other weights than this engine needs ({fields})"
+    if not request.evict:
+        raise _mismatch(sentence, differences)
+    if not agent.settings.config.policy.clients_may_evict_unleased:
+        raise _mismatch(f"{sentence}, and [policy] clients_may_evict_unleased is off", differences)
+    if pids := sorted({lease.status.pid for s in agent.sets for lease in s.leases.values() if _in_way(s, request)}):
+        raise _mismatch(f"{sentence}, and they are in use by pid {', '.join(map(str, pids))}", differences)
+    # All sets of a load belong together: a draft set is of no use without its target.
+    going = [s for s in agent.sets.unleased() if _in_way(s, request) or request.role == "target"]
+    await asyncio.gather(*[agent.drop(s) for s in going])
+
+
+def _in_way(resident: ResidentSet, request: Attach) -> bool:
+    return resident.info.role == request.role
+
+
+def _mismatch(sentence: str, differences: tuple[Difference, ...]) -> Mismatch:
+    error = Mismatch(sentence)
+    error.differences = tuple(Difference(d.field, _clip(d.cached), _clip(d.engine), d.consequence) for d in differences)
+    return error
+
+
+def _clip(value: Value) -> Value:
+    # Both sides' longest values together would not fit one packet.
+    return value if isinstance(value, int) or len(value) <= _LONGEST_VALUE else value[:_LONGEST_VALUE] + "..."
+
+
+def _may_donate(agent: Agent, connection: Connection, request: Attach) -> bool:
+    settings = agent.settings
+    return (
+        request.donate
+        and settings.config.policy.donation
+        and settings.error is None
+        and settings.may_publish(connection.peer)
+    )
+
+
+def _same_donor(production: Production, connection: Connection, request: Attach) -> bool:
+    """Whether this is the invited process itself, asking for its next model (a draft beside its target)."""
+    return (
+        request.donate
+        and production.source == "donor"
+        and production.group == request.group
+        and any(holder.peer == connection.peer for holder in production.holders)
+    )
+
+
+async def _load_for(agent: Agent, request: Attach) -> Production:
+    """Start the configured load, unless it is plain already that it cannot give what the engine needs."""
+    others = ", ".join(sorted({s.info.role for s in agent.sets}))
+    if others:
+        raise Empty(f"rank {agent.settings.rank} holds no {request.role[:40]} weights, only: {others}")
+    if model := agent.settings.model:
+        configured = await asyncio.to_thread(_resolved, model)
+        if configured and configured != request.fingerprint.model_path:
+            value = request.fingerprint.model_path
+            difference = Difference("model_path", configured, value, CONSEQUENCES["model_path"])
+            raise _mismatch(f"rank {agent.settings.rank} is configured for another model", (difference,))
+    return agent.production or loads.begin(agent, request.group)
+
+
+def _resolved(model: str) -> str:
+    """The real path of a model directory; empty for the name of a model hub, which only the loader can resolve."""
+    path = Path(model)
+    return str(path.resolve()) if path.exists() else ""
+
+
+async def _invite(agent: Agent, connection: Connection, request: Attach, production: Production) -> None:
+    """Let the engine donate its own load; this connection holds the invitation, and later the lease."""
+    holder = Holder(request.role, connection.peer)
+    production.holders.append(holder)
+    gone = asyncio.ensure_future(leases.until_gone(connection))
+    ended = asyncio.ensure_future(production.ended.wait())
+    try:
+        await connection.send(DonationInvited(production.token))
+        limit = agent.settings.config.loader.timeout_seconds
+        await asyncio.wait({gone, ended}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        agent.give_up(production, None, failed=False)
+        if holder.lease:
+            await gone
+    finally:
+        agent.give_up(production, None, failed=False)
+        if holder.lease:
+            agent.end_lease(holder.lease)
+        for task in (gone, ended):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task

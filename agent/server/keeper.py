@@ -1,0 +1,32 @@
+"""Where descriptors are kept besides this process. An acknowledged commit means: the keeper has them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weightcache.server.sets import Staged
+
+
+class Keeper(Protocol):
+    """A second holder of every resident set's descriptors."""
+
+    async def keep(self, staged: Sequence[Staged]) -> None:
+        """Return when the sets are safe. An error (a WeightcacheError) refuses the commit."""
+        ...
+
+    async def forget(self, set_id: str) -> None:
+        """Let go of a set, before the agent closes its own descriptors."""
+        ...
+
+
+class ProcessOnly:
+    """No second holder: the weights live as long as the agent and the engines that map them."""
+
+    async def keep(self, staged: Sequence[Staged]) -> None:
+        """Nothing to do: the agent holds the descriptors already."""
+
+    async def forget(self, set_id: str) -> None:
+        """Nothing to do."""

@@ -1,0 +1,85 @@
+"""Leases: one attached engine each. A lease ends with its connection or its process, whichever ends first.
+
+Both are watched because either may outlive the other: a forked helper may inherit the connection, and a process may
+close the connection and live on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightcache.protocol import LeaseStatus
+from weightcache.server import peers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from weightcache.server.connection import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One attached engine and the set it uses."""
+
+    set_id: str
+    role: str
+    status: LeaseStatus
+
+    @property
+    def id(self) -> str:
+        """12 hex digits."""
+        return self.status.lease
+
+
+def grant(peer: peers.Peer, set_id: str, role: str) -> Lease:
+    """A new lease for the process at the other end."""
+    return Lease(
+        set_id,
+        role,
+        LeaseStatus(
+            lease=secrets.token_hex(6),
+            pid=peer.pid,
+            uid=peer.uid,
+            unit=peers.unit_of(peer.pid),
+            command=peers.command_of(peer.pid),
+            since=time.time(),
+        ),
+    )
+
+
+async def until_gone(connection: Connection) -> None:
+    """Wait until the connection or the process at its other end is gone (or says something it has no right to say)."""
+    try:
+        pidfd = peers.open_pidfd(connection.channel.sock, connection.peer)
+    except ProcessLookupError:
+        return
+    closed = asyncio.ensure_future(connection.closed())
+    try:
+        with _readable(pidfd) as ended:
+            await asyncio.wait({closed, ended}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        closed.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await closed
+
+
+@contextlib.contextmanager
+def _readable(pidfd: int | None) -> Iterator[asyncio.Future[None]]:
+    """A future that is done when the process ends; never, without a pidfd. Closes the pidfd."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+    if pidfd is None:
+        yield future
+        return
+    loop.add_reader(pidfd, lambda: None if future.done() else future.set_result(None))
+    try:
+        yield future
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)

@@ -1,0 +1,121 @@
+"""The listening sockets: bound with their final mode before anybody can connect, or handed in by the manager."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import stat
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightcache.errors import WeightcacheError
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+    from pathlib import Path
+
+log = logging.getLogger("weightcache")
+
+FIRST_FD = 3
+BACKLOG = 512
+
+
+@dataclass(slots=True)
+class Listener:
+    """A listening socket; ``identity`` is set when it was bound here and is to be unlinked again."""
+
+    sock: socket.socket
+    path: Path
+    identity: tuple[int, int] | None = None
+
+    def close(self) -> None:
+        """Close it; unlink it if it is still the one that was bound here."""
+        self.sock.close()
+        try:
+            if self.identity and _identity(self.path) == self.identity:
+                self.path.unlink()
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                log.warning("cannot remove %s: %s", self.path, error.strerror)
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What the service manager passed: at most one public socket, and everything else by name."""
+
+    public: socket.socket | None = None
+    others: tuple[tuple[str, int], ...] = field(default=())
+
+
+def handed_in(environment: MutableMapping[str, str]) -> Handed:
+    """Take over $LISTEN_FDS (sd_listen_fds(3)): no child may inherit the descriptors or the variables."""
+    pid, count, names = (environment.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"))
+    environment.pop("LISTEN_PIDFDID", None)
+    if pid != str(os.getpid()) or not count.isdigit():
+        return Handed()
+    fds = range(FIRST_FD, FIRST_FD + int(count))
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    labels = names.split(":") + [""] * len(fds)
+    public, others = None, []
+    for fd, name in zip(fds, labels, strict=False):
+        if public is None and _is_listener(fd):
+            public = socket.socket(fileno=fd)
+        else:
+            others.append((name, fd))
+    return Handed(public, tuple(others))
+
+
+def _is_listener(fd: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        return False
+    probe = socket.socket(fileno=os.dup(fd))
+    with probe:
+        kind = (probe.family, probe.type)
+        return kind == (socket.AF_UNIX, socket.SOCK_SEQPACKET) and bool(
+            probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        )
+
+
+def bind(path: Path, mode: int, gid: int | None = None) -> Listener:
+    """Bind and listen at ``path``. A socket file that nobody answers on is replaced. Raises WeightcacheError."""
+    _clear(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        mask = os.umask(0o177)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(mask)
+        if gid is not None:
+            os.chown(path, -1, gid)
+        path.chmod(mode)
+        # Only now can anybody connect.
+        sock.listen(BACKLOG)
+        return Listener(sock, path, _identity(path))
+    except OSError as error:
+        sock.close()
+        raise WeightcacheError(f"cannot listen at {path}: {error.strerror or error}") from None
+
+
+def _clear(path: Path) -> None:
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        with probe:
+            result = probe.connect_ex(str(path))
+    except OSError as error:
+        raise WeightcacheError(f"cannot listen at {path}: {error}") from None
+    if result == errno.ENOENT:
+        return
+    if (
+        result != errno.ECONNREFUSED or not path.is_socket()
+    ):  # an answer, or a backlog so full (EAGAIN) that somebody must be there
+        raise WeightcacheError(f"another agent answers at {path} ({os.strerror(result)})")
+    path.unlink(missing_ok=True)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    result = path.lstat()
+    return result.st_dev, result.st_ino

@@ -1,0 +1,142 @@
+"""Loads by the configured loader: one process per load, watched until its sets are committed or it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from weightcache.errors import ConfigError, Empty, LoadFailed, from_code
+from weightcache.protocol import ErrorInfo
+from weightcache.server import vitals
+from weightcache.server.child import Child
+from weightcache.server.waiting import first
+
+if TYPE_CHECKING:
+    from weightcache.server.app import Agent
+    from weightcache.server.production import Production
+    from weightcache.server.settings import Settings
+
+log = logging.getLogger("weightcache")
+
+LINGER_SECONDS = 30.0
+"""How long a loader may take to end after its commit."""
+
+LAST_WORDS_SECONDS = 5.0
+"""How long to wait for the exit status after the connection closed, and for the last packets after the exit."""
+
+SAMPLE_SECONDS = 5.0
+
+
+def begin(agent: Agent, group: str = "") -> Production:
+    """Start loading the configured model. Raises what stands in the way: ConfigError, Empty, LoadFailed (back-off)."""
+    settings = agent.settings
+    if settings.error:
+        raise from_code(settings.error.code, settings.error.message)
+    if settings.config.model is None:
+        raise Empty(f"rank {settings.rank} holds no weights, and no [model] is configured that it could load")
+    if not settings.config.loader.command:
+        raise ConfigError("[loader] command is not set")
+    left = agent.backoff.left(time.monotonic())
+    if left and agent.failure:
+        raise LoadFailed(f"the last load failed, the next try is allowed in {left:.0f} s: {agent.failure.message}")
+    agent.forget_failure()
+    production = agent.start("loader", group or secrets.token_hex(8))
+    agent.job = agent.spawn(_run(agent, production, agent.job))
+    return production
+
+
+async def cancel(agent: Agent, reason: str) -> None:
+    """End the current load, if there is one, and its loader."""
+    if agent.production:
+        agent.give_up(agent.production, ErrorInfo("load-failed", reason), failed=False)
+    if agent.job and not agent.job.done():
+        agent.job.cancel()
+        await asyncio.wait({agent.job})
+
+
+def environment(settings: Settings, extra: dict[str, str]) -> dict[str, str]:
+    """The environment of a child: the agent's own without what systemd meant for the agent alone."""
+    own = {k: v for k, v in os.environ.items() if not k.startswith(("LISTEN_", "NOTIFY_", "WATCHDOG_", "FDSTORE"))}
+    gpu = {"CUDA_VISIBLE_DEVICES": settings.gpu} if settings.gpu and settings.config.memory.backend == "cuda" else {}
+    return own | settings.config.loader.environment | gpu | extra
+
+
+async def _run(agent: Agent, production: Production, previous: asyncio.Task[None] | None) -> None:
+    if previous:  # two loaders at once would need twice the memory
+        await asyncio.wait({previous})
+    settings = agent.settings
+    loader, memory = settings.config.loader, settings.config.memory
+    arguments = settings.config.model.arguments if settings.config.model else ()
+    command = [
+        *loader.command,
+        "load",
+        *("--backend", memory.backend),
+        *("--socket-dir", str(settings.paths.directory)),
+        *("--ranks", str(settings.rank)),
+        *("--group", production.group),
+        *("--arena-bytes", str(memory.arena_bytes)),
+        *("--", *arguments),
+    ]
+    try:
+        child = Child(
+            command,
+            environment(settings, {"WEIGHTCACHE_TOKEN": production.token}),
+            lambda line: log.info("loader: %s", line),
+        )
+    except (OSError, ValueError) as error:
+        agent.give_up(production, ErrorInfo("load-failed", f"the loader {command[0]!r} cannot be started ({error})"))
+        return
+    try:
+        problem = await _watch(agent, production, child)
+    finally:
+        await child.stop()
+    if problem:
+        agent.give_up(production, problem)
+
+
+async def _watch(agent: Agent, production: Production, child: Child) -> ErrorInfo | None:
+    """Wait for the outcome: None once it is decided, or why there will be none."""
+    limits = _Limits(agent.settings, production, child)
+    while not production.left.is_set() and not child.exited.is_set():
+        await first(production.left, child.exited, seconds=limits.interval)
+        if not production.left.is_set() and (problem := await limits.exceeded()):
+            return ErrorInfo(LoadFailed.code, f"the loader {problem}{child.last_words()}")
+    if production.publisher and not production.left.is_set():
+        await first(production.left, seconds=LAST_WORDS_SECONDS)
+    if production.ended.is_set():
+        await first(child.exited, seconds=LINGER_SECONDS)
+        return None
+    await first(child.exited, seconds=LAST_WORDS_SECONDS)
+    if production.error:
+        return production.error
+    how = child.describe() if child.exited.is_set() else f"closed its connection early{child.last_words()}"
+    return ErrorInfo(LoadFailed.code, f"the loader {how}")
+
+
+class _Limits:
+    """The two limits on a load: total time, and time without any sign of life."""
+
+    def __init__(self, settings: Settings, production: Production, child: Child) -> None:
+        self._production, self._child = production, child
+        self._timeout = settings.config.loader.timeout_seconds
+        self._stall = settings.config.loader.stall_seconds
+        self.interval = min(SAMPLE_SECONDS, max(self._stall / 5, 0.1), max(self._timeout / 5, 0.1))
+        self._seen: tuple[int, vitals.Vitals] | None = None
+        self._alive = time.monotonic()
+
+    async def exceeded(self) -> str | None:
+        """What the loader did wrong, or None."""
+        sample = await asyncio.to_thread(vitals.of_session, self._child.pid)
+        now = time.monotonic()
+        seen = (self._production.changes, sample)
+        if seen != self._seen:
+            self._seen, self._alive = seen, now
+        if self._production.seconds > self._timeout:
+            return f"took longer than {self._timeout:g} s (phase {self._production.progress.phase})"
+        if now - self._alive > self._stall:
+            return f"made no progress for {self._stall:g} s (phase {self._production.progress.phase})"
+        return None

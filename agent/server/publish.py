@@ -1,0 +1,140 @@
+"""The publish conversation: Begin, then any number of Progress and Publish, then Commit or Abort."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from typing import TYPE_CHECKING
+
+from weightcache import manifest, protocol
+from weightcache.errors import PermissionRefused, ProtocolError, WeightcacheError
+from weightcache.memory import memfd
+from weightcache.protocol import Abort, Accepted, Begin, Commit, Committed, ErrorInfo, Progress, Publish, Published
+from weightcache.server.connection import PeerLeft
+from weightcache.server.sets import Staged
+from weightcache.transport import MAX_FDS
+
+if TYPE_CHECKING:
+    from weightcache.server.app import Agent
+    from weightcache.server.connection import Connection
+    from weightcache.server.production import Production
+
+_ROLE = re.compile(r"target|draft-[0-9]{1,4}")
+
+
+async def serve(agent: Agent, connection: Connection) -> None:
+    """Serve one connection of the publish socket."""
+    if not agent.settings.may_publish(connection.peer):
+        raise PermissionRefused(f"uid {connection.peer.uid} may not publish weights")
+    # No room for descriptors before the token was right.
+    message, _ = await connection.receive()
+    if not isinstance(message, Begin):
+        raise ProtocolError(f"{type(message).__name__} where Begin is due on the publish socket")
+    production = _claim(agent, message, connection)
+    error: ErrorInfo | None = None
+    try:
+        await connection.send(Accepted())
+        while await _step(agent, production, connection):
+            pass
+    except WeightcacheError as problem:
+        error = ErrorInfo(problem.code, problem.message)
+        raise
+    except PeerLeft:
+        pass
+    finally:
+        _leave(agent, production, error)
+
+
+def _claim(agent: Agent, begin: Begin, connection: Connection) -> Production:
+    production = agent.production
+    if production is None or production.source != begin.source or not production.admits(begin.token):
+        raise PermissionRefused("this token belongs to no load that is under way")
+    if production.claimed:
+        raise ProtocolError("this token was used before")
+    production.claimed = True
+    production.publisher = connection
+    return production
+
+
+def _leave(agent: Agent, production: Production, error: ErrorInfo | None) -> None:
+    if production.ended.is_set():
+        return
+    production.leave(error)
+    if production.source == "donor":  # a loader's end is told by its exit status, a donor's by this alone
+        agent.give_up(production, production.error, failed=False)
+
+
+async def _step(agent: Agent, production: Production, connection: Connection) -> bool:
+    """Take one message; False when the conversation is over."""
+    message, fds = await connection.receive(seconds=None, max_fds=MAX_FDS)
+    if agent.production is not production or (fds and not isinstance(message, Publish)):
+        agent.dispose(fds)
+        raise ProtocolError("this load is over" if not fds else "descriptors came with the wrong message")
+    match message:
+        case Progress(progress):
+            production.advance(progress)
+            return True
+        case Publish(info):
+            await connection.send(Published(await _stage(agent, production, info, fds)))
+            return True
+        case Commit(count):
+            await _commit(agent, production, connection, count)
+            return False
+        case Abort(code, text):
+            production.leave(ErrorInfo(code[:100], text[:4000]))
+            return False
+    raise ProtocolError(f"{type(message).__name__} does not belong on the publish socket")
+
+
+async def _stage(agent: Agent, production: Production, info: protocol.SetInfo, fds: tuple[int, ...]) -> str:
+    try:
+        taken = [staged.info.role for staged in production.staged]
+        await asyncio.to_thread(check, info, fds, taken, agent.settings.config.memory.backend)
+        _require_current(agent, production)
+    except BaseException:
+        agent.dispose(fds)
+        raise
+    staged = Staged(agent.sets.new_id(), info, fds)
+    production.staged.append(staged)
+    return staged.id
+
+
+async def _commit(agent: Agent, production: Production, connection: Connection, count: int) -> None:
+    if not production.staged or count != len(production.staged):
+        raise ProtocolError(f"a commit of {count} sets where {len(production.staged)} were published")
+    await agent.keeper.keep(tuple(production.staged))
+    _require_current(agent, production)
+    made = agent.commit(production)
+    await connection.send(Committed(tuple(resident.id for resident in made)))
+
+
+def _require_current(agent: Agent, production: Production) -> None:
+    """A load may be cancelled while something else is waited for."""
+    if agent.production is not production:
+        raise ProtocolError("this load is over")
+
+
+def check(info: protocol.SetInfo, fds: tuple[int, ...], taken: list[str], backend: str) -> None:
+    """Raise ProtocolError unless the descriptors are what ``info`` says. Device memory is opaque to the agent."""
+    if not _ROLE.fullmatch(info.role) or info.role in taken or info.role != info.fingerprint.role:
+        raise ProtocolError(f"a set of the role {info.role[:40]!r}, which is unknown, taken or not the fingerprint's")
+    if not info.arenas or len(fds) != 1 + len(info.arenas):
+        raise ProtocolError(f"{len(fds)} descriptors for a manifest and {len(info.arenas)} arenas")
+    for number, arena in enumerate(info.arenas):
+        if arena.bytes <= 0 or not 0 <= arena.used <= arena.bytes:
+            raise ProtocolError(f"arena {number} of {arena.bytes} bytes uses {arena.used}")
+        if backend == "host":
+            _check_memfd(number, fds[1 + number], arena.bytes)
+    content = manifest.decode(memfd.read_sealed(fds[0], manifest.MAX_BYTES))
+    used = sum(arena.used for arena in info.arenas)
+    if content.bytes > used:
+        raise ProtocolError(f"a manifest of {content.bytes} bytes over arenas that use {used}")
+
+
+def _check_memfd(number: int, fd: int, size: int) -> None:
+    if not memfd.is_sealed(fd):
+        raise ProtocolError(f"arena {number} is no sealed memory file")
+    actual = os.fstat(fd).st_size
+    if actual != size:
+        raise ProtocolError(f"arena {number} has {actual} bytes, announced were {size}")

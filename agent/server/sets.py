@@ -1,0 +1,124 @@
+"""Resident weight sets, and who owns which descriptor: a set owns its own, and nobody else closes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightcache.transport import close_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from weightcache.fingerprint import Fingerprint
+    from weightcache.protocol import SetInfo
+    from weightcache.server.leases import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A set that was handed over, but belongs to a load that is not complete. It owns its descriptors."""
+
+    id: str
+    info: SetInfo
+    fds: tuple[int, ...]
+    """The manifest, then the arenas, in order."""
+
+
+class ResidentSet:
+    """A complete set. ``version`` counts from 1 for each role within the agent's life."""
+
+    def __init__(self, staged: Staged, version: int, source: str) -> None:
+        self.id = staged.id
+        self.info = staged.info
+        self.version = version
+        self.source = source
+        self.published_at = time.time()
+        self.leases: dict[str, Lease] = {}
+        self.damaged = False
+        self._fds = staged.fds
+        self._lent = 0
+        self._returned = asyncio.Event()
+        self._returned.set()
+
+    @property
+    def bytes(self) -> int:
+        """Physical size of all arenas."""
+        return sum(arena.bytes for arena in self.info.arenas)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[tuple[int, ...]]:
+        """The descriptors, for one send: they are not closed meanwhile, even if the set is dropped."""
+        self._lent += 1
+        self._returned.clear()
+        try:
+            yield self._fds
+        finally:
+            self._lent -= 1
+            if not self._lent:
+                self._returned.set()
+
+    async def close(self) -> None:
+        """Close the descriptors, in a thread: the last close may run the driver's release path for a long time."""
+        await self._returned.wait()
+        fds, self._fds = self._fds, ()
+        await asyncio.to_thread(close_all, fds)
+
+
+class Sets:
+    """All resident sets of one rank, oldest first."""
+
+    def __init__(self) -> None:
+        self._sets: dict[str, ResidentSet] = {}
+        self._versions: dict[str, int] = {}
+        self._ids: set[str] = set()
+
+    def __iter__(self) -> Iterator[ResidentSet]:
+        return iter(tuple(self._sets.values()))
+
+    def __len__(self) -> int:
+        return len(self._sets)
+
+    def new_id(self) -> str:
+        """12 hex digits that this agent has not used before."""
+        while (chosen := secrets.token_hex(6)) in self._ids:
+            pass
+        self._ids.add(chosen)
+        return chosen
+
+    def get(self, set_id: str) -> ResidentSet | None:
+        """The set with this id."""
+        return self._sets.get(set_id)
+
+    def add(self, staged: Staged, source: str) -> ResidentSet:
+        """Make a set visible; it takes over the descriptors of ``staged``."""
+        version = self._versions[staged.info.role] = self._versions.get(staged.info.role, 0) + 1
+        resident = self._sets[staged.id] = ResidentSet(staged, version, source)
+        return resident
+
+    def remove(self, resident: ResidentSet) -> bool:
+        """Make a set invisible; the caller closes it. False if it was removed before."""
+        return self._sets.pop(resident.id, None) is not None
+
+    def newest(self, role: str) -> ResidentSet | None:
+        """The latest set of a role."""
+        return next((s for s in reversed(self._sets.values()) if s.info.role == role), None)
+
+    def find(self, role: str, fingerprint: Fingerprint) -> ResidentSet | None:
+        """The latest set that is exactly what an engine needs."""
+        for resident in reversed(self._sets.values()):
+            if resident.info.role == role and resident.info.fingerprint == fingerprint:
+                return resident
+        return None
+
+    def superseded(self) -> list[ResidentSet]:
+        """Sets that a later one with the same role and fingerprint replaced."""
+        return [s for s in self if self.find(s.info.role, s.info.fingerprint) is not s]
+
+    def unleased(self) -> list[ResidentSet]:
+        """Sets that no engine uses."""
+        return [s for s in self if not s.leases]

@@ -1,0 +1,132 @@
+"""What one agent was started with: the options and the configuration, resolved once and never changed."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightcache import config, paths
+from weightcache.config import Config, RankConfig
+from weightcache.errors import ConfigError, PermissionRefused
+from weightcache.protocol import ErrorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from weightcache.server.peers import Peer
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The command line."""
+
+    rank: int
+    config: Path | None = None
+    runtime_dir: Path | None = None
+    listen: Path | None = None
+    load: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options and configuration. ``error`` is what is wrong with the configuration: a state, not a reason to exit."""
+
+    rank: int
+    paths: paths.RankPaths
+    public: Path
+    config: Config = field(default_factory=Config)
+    error: ErrorInfo | None = None
+    gpu: str = ""
+    gid: int | None = None
+    publishers: frozenset[int] = frozenset()
+    load: bool = False
+
+    @property
+    def model(self) -> str:
+        """The configured model as its arguments name it, or an empty text."""
+        return model_in(self.config.model.arguments) if self.config.model else ""
+
+    def may_operate(self, peer: Peer) -> bool:
+        """Whether the peer may evict, drain, resume and verify."""
+        return peer.uid in (0, os.geteuid())
+
+    def may_publish(self, peer: Peer) -> bool:
+        """Whether the peer may hand over weights."""
+        return self.may_operate(peer) or peer.uid in self.publishers
+
+    def require_operator(self, peer: Peer, what: str) -> None:
+        """Raise PermissionRefused unless the peer may do ``what``."""
+        if not self.may_operate(peer):
+            raise PermissionRefused(f"only root and the agent's own user may {what}, not uid {peer.uid}")
+
+
+def resolve(options: Options) -> Settings:
+    """Read the configuration; whatever is wrong with it ends up in ``error``."""
+    try:
+        chosen, error = config.load(options.config), None
+    except ConfigError as problem:
+        chosen, error = Config(), ErrorInfo(problem.code, problem.message)
+    problems = [error.message] if error else []
+    rank = next((r for r in chosen.ranks if r.rank == options.rank), None)
+    if rank is None and not problems:
+        problems.append(f"{_name(chosen)}: no [[rank]] table has rank = {options.rank}")
+    gid = _group(chosen, problems)
+    publishers = _users(chosen, problems)
+    if chosen.model and not chosen.loader.command:
+        problems.append(f"{_name(chosen)}: [model] is set, but [loader] command is not, so nothing can load it")
+    directory = options.runtime_dir or chosen.agent.runtime_dir or paths.runtime_dir()
+    places = paths.RankPaths(directory.absolute(), options.rank)
+    return Settings(
+        rank=options.rank,
+        paths=places,
+        public=options.listen or places.public,
+        config=chosen,
+        error=ErrorInfo(ConfigError.code, "; ".join(problems)) if problems else None,
+        gpu=(rank or RankConfig(options.rank)).gpu,
+        gid=gid,
+        publishers=publishers,
+        load=options.load,
+    )
+
+
+def model_in(arguments: Sequence[str]) -> str:
+    """The value of --model-path (or --model) among SGLang's arguments, or an empty text."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name in ("--model-path", "--model"):
+            return value if equals else "".join(arguments[index + 1 : index + 2])
+    return ""
+
+
+def _name(chosen: Config) -> str:
+    return str(chosen.path or paths.CONFIG_FILE)
+
+
+def _group(chosen: Config, problems: list[str]) -> int | None:
+    name = chosen.agent.socket_group
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        problems.append(f"{_name(chosen)}: [agent] socket_group: there is no group {name!r}")
+        return None
+
+
+def _users(chosen: Config, problems: list[str]) -> frozenset[int]:
+    uids = set()
+    for name in chosen.policy.publishers:
+        try:
+            uids.add(uid_of(name))
+        except KeyError:
+            problems.append(f"{_name(chosen)}: [policy] publishers: there is no user {name!r}")
+    return frozenset(uids)
+
+
+def uid_of(name: str) -> int:
+    """The uid of a user given by name or by decimal uid. Raises KeyError."""
+    return int(name) if name.isascii() and name.isdigit() else pwd.getpwnam(name).pw_uid

@@ -1,0 +1,278 @@
+"""A loader for tests: the real protocol and real sealed memory, but random bytes and no torch.
+
+It takes the command line of ``weightcache.loader`` (roles load and check) and runs on any Python with weightcache on
+its path. What it does is chosen by its environment, that is by ``[loader] environment``:
+
+    WCTEST_GATES        a folder: where it holds a FIFO named after a gate, the loader writes NAME.reached (its pid) and
+                        blocks until somebody writes to the FIFO. Gates in order: started, begun, loading, staged (once
+                        a set), complete (all sets handed over, no commit yet), committed; checking (role check)
+    WCTEST_MODE         one thing to do wrong, see MODES
+    WCTEST_ROLES        the sets to publish, default target
+    WCTEST_ARENAS       sizes of each set's arenas in bytes, default 65536,65536
+    WCTEST_FINGERPRINT  a JSON object of fields that differ from ``fingerprint()``
+    WCTEST_SEED         another number makes other bytes
+
+At a gate, too, the loader ends when the agent does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from weightcache import manifest, protocol, transport
+from weightcache.client import Conversation
+from weightcache.fingerprint import Fingerprint
+from weightcache.memory import memfd
+from weightcache.paths import RankPaths
+from weightcache.protocol import ArenaInfo, LoadProgress, SetInfo
+
+MODES = {
+    "exit": "say something and exit with status 3 before connecting",
+    "abort": "send Abort with code checkpoint at half of the load",
+    "close": "close the connection at half of the load and live on",
+    "hang": "stop for ever at half of the load and ignore SIGTERM",
+    "flood": "write a lot of output, then go on",
+    "linger": "stay for ever after the commit",
+    "leave-child": "leave a child in the background when ending",
+    "bad-token": "begin with a wrong token",
+    "unsealed": "publish an arena that can still change",
+    "wrong-size": "publish an arena that is smaller than announced",
+    "unsealed-manifest": "publish a manifest that can still change",
+    "bad-manifest": "publish a manifest that is no JSON",
+    "large-manifest": "publish a manifest that describes more bytes than the arenas use",
+    "missing-fd": "publish one descriptor too few",
+    "wrong-count": "commit more sets than were published",
+    "wrong-digest": "announce digests that do not fit the bytes, as memory that went bad would look",
+    "check-crash": "role check: die by SIGKILL",
+    "check-hang": "role check: stop for ever",
+}
+ARENAS = (65536, 65536)
+
+
+def fingerprint(**changes: Any) -> Fingerprint:
+    """A fingerprint of this loader's sets; ``changes`` are fields that differ."""
+    kinds = {f.name: f.type for f in dataclasses.fields(Fingerprint)}
+    numbers = {"schema", "tp_size", "tp_rank", "pp_size", "pp_rank", "dp_size", "ep_size", "ep_rank", "attention_dp"}
+    numbers |= {"attention_cp_size", "moe_dp_size"}
+    values: dict[str, Any] = {name: 1 if name in numbers else f"a-{name}" for name in kinds}
+    return Fingerprint(**(values | {"role": "target"} | changes))
+
+
+def content(sizes: Sequence[int]) -> manifest.Manifest:
+    """A manifest of one tensor that fills all arenas."""
+    total = sum(sizes)
+    return manifest.Manifest(
+        bytes=total,
+        storages=(manifest.Storage(0, total, True),),
+        inline=(),
+        tensors=(manifest.Tensor(0, 0, (total,), (1,), "uint8", "parameter", "torch.nn.Parameter", False, ()),),
+        modules=(manifest.Module(("",), "test.Model"),),
+        slots=(manifest.Slot(0, manifest.PARAMETER, (("attr", "weight"),), 0),),
+        removed=(),
+        scalars=(),
+    )
+
+
+def arena_bytes(seed: int, number: int, size: int) -> bytes:
+    """The bytes of one arena."""
+    return random.Random(seed * 1000 + number).randbytes(size)
+
+
+def digest(data: bytes) -> str:
+    """The digest that this loader announces and checks."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """One set, ready to be published. The descriptors are the caller's."""
+
+    info: SetInfo
+    fds: tuple[int, ...]
+
+
+def make(print_: Fingerprint, sizes: Sequence[int] = ARENAS, seed: int = 0, mode: str = "") -> Made:
+    """Make a set, as wrong as ``mode`` says."""
+    data = [arena_bytes(seed, number, size) for number, size in enumerate(sizes)]
+    body = content([*sizes, 512] if mode == "large-manifest" else sizes)
+    text = b"no JSON" if mode == "bad-manifest" else manifest.encode(body)
+    fds = [_unsealed(text) if mode == "unsealed-manifest" else memfd.sealed("test-manifest", text)]
+    for number, part in enumerate(data):
+        wrong = number == len(data) - 1
+        if wrong and mode == "missing-fd":
+            continue
+        if wrong and mode == "unsealed":
+            fds.append(_unsealed(part))
+        else:
+            fds.append(memfd.sealed("test-arena", part[:-512] if wrong and mode == "wrong-size" else part))
+    info = SetInfo(
+        role=print_.role,
+        model="a-model",
+        revision="a-revision",
+        fingerprint=print_,
+        arenas=tuple(
+            ArenaInfo(len(part), len(part), digest(b"bad" if mode == "wrong-digest" else part)) for part in data
+        ),
+        tensors=1,
+        load_seconds=0.1,
+        bytes_read=sum(sizes),
+    )
+    return Made(info, tuple(fds))
+
+
+def publish(conversation: Conversation, made: Made) -> str:
+    """Publish one set and close its descriptors; returns its id."""
+    try:
+        conversation.send(protocol.Publish(made.info), made.fds)
+        answer, _ = conversation.receive()
+    finally:
+        transport.close_all(made.fds)
+    if not isinstance(answer, protocol.Published):
+        raise TypeError(f"unexpected {answer}")
+    return answer.set_id
+
+
+def _unsealed(data: bytes) -> int:
+    fd = memfd.create("test-unsealed")
+    os.write(fd, data)
+    return fd
+
+
+def reach(name: str, conversation: Conversation | None = None) -> None:
+    """Pass a gate, or wait at it; end when the agent ends."""
+    folder = os.environ.get("WCTEST_GATES")
+    if not folder or not (Path(folder) / name).is_fifo():
+        return
+    fifo = os.open(Path(folder) / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    temporary = Path(folder) / f".{name}.{os.getpid()}"
+    temporary.write_text(str(os.getpid()))
+    temporary.rename(Path(folder) / f"{name}.reached")
+    poll = select.poll()
+    poll.register(fifo, select.POLLIN)
+    if conversation is not None:
+        poll.register(conversation.sock, select.POLLIN)
+    for fd, _ in poll.poll():
+        if fd != fifo:
+            sys.exit(4)
+    os.close(fifo)
+
+
+def stop_for_ever() -> NoReturn:
+    """Do nothing at all, not even on SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        signal.pause()
+
+
+def load(args: argparse.Namespace) -> int:
+    """Role load: publish to every rank's agent in turn, commit at the end."""
+    mode = os.environ.get("WCTEST_MODE", "")
+    sizes = [int(size) for size in os.environ.get("WCTEST_ARENAS", "65536,65536").split(",")]
+    reach("started")
+    print("test loader starts", *args.arguments, flush=True)
+    if mode == "exit":
+        print("cannot find the weights", file=sys.stderr, flush=True)
+        return 3
+    if mode == "flood":
+        for number in range(5000):
+            print(f"line {number} " + "x" * 100)
+    token = "0" * 32 if mode == "bad-token" else os.environ["WEIGHTCACHE_TOKEN"]
+    for rank in args.ranks.split(","):
+        conversation = Conversation(RankPaths(args.socket_dir, int(rank)).publish)
+        conversation.request(protocol.Begin("loader", args.group, token), protocol.Accepted)
+        reach("begun", conversation)
+        _load_rank(conversation, mode, sizes, args.backend)
+    if mode == "linger":
+        stop_for_ever()
+    if mode == "leave-child" and os.fork() == 0:
+        stop_for_ever()
+    return 0
+
+
+def _load_rank(conversation: Conversation, mode: str, sizes: list[int], backend: str) -> None:
+    roles = os.environ.get("WCTEST_ROLES", "target").split(",")
+    changes = json.loads(os.environ.get("WCTEST_FINGERPRINT", "{}"))
+    seed = int(os.environ.get("WCTEST_SEED", "0"))
+    total = len(roles) * sum(sizes)
+    conversation.send(protocol.Progress(LoadProgress("loading", 0, total, 0.0)))
+    conversation.send(protocol.Progress(LoadProgress("loading", total // 2, total, 0.1)))
+    reach("loading", conversation)
+    if mode == "abort":
+        conversation.send(protocol.Abort("checkpoint", "the checkpoint /models/none is missing"))
+        sys.exit(1)
+    if mode == "close":
+        conversation.close()
+        stop_for_ever()
+    if mode == "hang":
+        stop_for_ever()
+    for number, role in enumerate(roles):
+        publish(conversation, make(fingerprint(**(changes | {"role": role})), sizes, seed + number, mode))
+        conversation.send(protocol.Progress(LoadProgress("publishing", (number + 1) * sum(sizes), total, 0.2)))
+        reach("staged", conversation)
+    reach("complete", conversation)
+    conversation.request(protocol.Commit(len(roles) + (mode == "wrong-count")), protocol.Committed)
+    reach("committed", conversation)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Role check: compare the digests of one set."""
+    mode = os.environ.get("WCTEST_MODE", "")
+    reach("checking")
+    if mode == "check-crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "check-hang":
+        stop_for_ever()
+    with Conversation(args.socket) as conversation:
+        conversation.send(protocol.Inspect(args.set))
+        message, fds = conversation.receive(max_fds=transport.MAX_FDS)
+        if not isinstance(message, protocol.Attached):
+            raise TypeError(f"unexpected {message}")
+        started = time.monotonic()
+        wrong = [
+            number
+            for number, (arena, fd) in enumerate(zip(message.arenas, fds[1:], strict=True))
+            if digest(os.pread(fd, arena.used, 0)) != arena.digest
+        ]
+    if wrong:
+        print(json.dumps({"code": "damaged", "message": f"arenas {wrong} differ from their digests"}))
+        return 1
+    print(json.dumps({"code": "ok", "seconds": time.monotonic() - started}))
+    return 0
+
+
+def main() -> int:
+    """Run one role."""
+    parser = argparse.ArgumentParser()
+    roles = parser.add_subparsers(dest="role", required=True)
+    loading = roles.add_parser("load")
+    loading.add_argument("--backend", required=True)
+    loading.add_argument("--socket-dir", type=Path, required=True)
+    loading.add_argument("--ranks", required=True)
+    loading.add_argument("--group", required=True)
+    loading.add_argument("--arena-bytes", type=int, required=True)
+    loading.add_argument("arguments", nargs="*")
+    loading.set_defaults(run=load)
+    checking = roles.add_parser("check")
+    checking.add_argument("--socket", type=Path, required=True)
+    checking.add_argument("--set", required=True)
+    checking.add_argument("--backend", required=True)
+    checking.add_argument("--json", action="store_true")
+    checking.set_defaults(run=check)
+    args = parser.parse_args()
+    return int(args.run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
