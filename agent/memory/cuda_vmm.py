@@ -15,6 +15,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from weightcache.errors import AttachFailed, DeviceUnavailable, NoRoom
 
 if TYPE_CHECKING:
@@ -320,11 +321,36 @@ def device_uuid(device: int = 0, bindings: Any = None) -> str:
     try:
         handle = _device(driver, device)
         raw = bytes(getattr(driver, name)(handle).bytes).hex()
-        product = bytes(driver.cuDeviceGetName(128, handle)).split(b"\0", 1)[0].decode(errors="replace")
     except CudaError as error:
         raise DeviceUnavailable(f"cannot read the UUID of GPU {device} ({error})") from None
-    kind = "MIG" if " MIG " in product else "GPU"
+    kind = "MIG" if " MIG " in device_name(device, bindings) else "GPU"
     return f"{kind}-{raw[:8]}-{raw[8:12]}-{raw[12:16]}-{raw[16:20]}-{raw[20:]}"
+
+
+def device_name(device: int = 0, bindings: Any = None) -> str:
+    """The product name of CUDA device ordinal ``device``. Raises DeviceUnavailable."""
+    driver = _open_driver(bindings)
+    try:
+        raw = bytes(driver.cuDeviceGetName(128, _device(driver, device)))
+    except CudaError as error:
+        raise DeviceUnavailable(f"cannot read the name of GPU {device} ({error})") from None
+    return raw.split(b"\0", 1)[0].decode(errors="replace")
+
+
+def device_of_uuid(uuid: str, bindings: Any = None) -> int:
+    """The ordinal, among the visible devices, of the GPU (or MIG instance) ``uuid``. Raises DeviceUnavailable."""
+    for device in range(device_count(bindings)):
+        if device_uuid(device, bindings).lower() == uuid.lower():
+            return device
+    raise DeviceUnavailable(f"the GPU {uuid} is not visible to this process (look at CUDA_VISIBLE_DEVICES)")
+
+
+def device_count(bindings: Any = None) -> int:
+    """How many devices this process can see. Raises DeviceUnavailable."""
+    try:
+        return int(_open_driver(bindings).cuDeviceGetCount())
+    except CudaError as error:
+        raise DeviceUnavailable(f"cannot count the GPUs ({error})") from None
 
 
 def _open_driver(bindings: Any) -> Driver:

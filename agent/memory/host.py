@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+
 from weightcache.errors import AttachFailed, LoadFailed, NoRoom
 from weightcache.memory import memfd
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcache.memory import GIB, MAX_ARENAS, arena_sizes
 
 granularities = st.sampled_from([4096, 1 << 16, 2 << 20])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from weightcache.errors import AttachFailed, DeviceUnavailable, NoRoom, WeightcacheError
-from weightcache.memory.cuda_vmm import CudaMemory, device_uuid
 
 from tests.unit.memory.fake_driver import GRANULARITY, CUresult, FakeDriver, open_arena_fds
+from weightcache.errors import AttachFailed, DeviceUnavailable, NoRoom, WeightcacheError
+from weightcache.memory.cuda_vmm import CudaMemory, device_count, device_of_uuid, device_uuid
 
 CLEANUP = ("cuMemRelease", "cuMemUnmap", "cuMemAddressFree", "cuCtxPopCurrent")
 
@@ -187,3 +187,13 @@ def test_uuid_in_the_form_of_nvidia_smi():
     assert device_uuid(0, FakeDriver(product=b"NVIDIA H200 MIG 1g.18gb")).startswith("MIG-00010203-")
     with pytest.raises(DeviceUnavailable, match="there is no GPU 3"):
         device_uuid(3, FakeDriver())
+
+
+def test_device_is_found_by_its_uuid():
+    driver = FakeDriver(devices=2)
+    assert device_count(driver) == 2
+    assert device_of_uuid("gpu-00010203-0405-0607-0809-0a0b0c0d0e0f", driver) == 0
+    with pytest.raises(DeviceUnavailable, match="GPU-1 is not visible"):
+        device_of_uuid("GPU-1", driver)
+    with pytest.raises(DeviceUnavailable, match="CUDA_ERROR_NO_DEVICE"):
+        device_of_uuid("GPU-1", FakeDriver(devices=0))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from weightcache.memory.digest import BLOCK, digest
 
 BLOCK_BYTES = BLOCK * 8

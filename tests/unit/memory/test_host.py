@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from weightcache.errors import AttachFailed, LoadFailed, NoRoom
 from weightcache.memory import host, memfd, open_memory
 from weightcache.memory.host import GRANULARITY, HostMemory
