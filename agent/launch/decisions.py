@@ -49,9 +49,13 @@ def _short(set_id: str) -> str:
 
 
 def _size(decision: Decision) -> str:
-    arenas = f"{decision.arenas} arena" + ("" if decision.arenas == 1 else "s")
-    text = f"{decision.tensors} tensors, {decision.mapped_bytes / 1e9:.2f} GB in {arenas}"
+    arenas, tensors = _counted(decision.arenas, "arena"), _counted(decision.tensors, "tensor")
+    text = f"{tensors}, {decision.mapped_bytes / 1e9:.2f} GB in {arenas}"
     return f"{text}, {decision.private_bytes / 1e6:.1f} MB private" if decision.private_bytes else text
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _times(decision: Decision) -> str:

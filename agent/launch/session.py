@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from weightcache.engine.directive import Report
 
-FAILED_GRACE = 5.0
+FAILED_GRACE = 3.0
 """An engine whose attach failed ends itself and says why; after this it is ended."""
 REFUSED_GRACE = 30.0
 EXPLAINED_GRACE = 30.0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Backend = Literal["host", "cuda"]
 STATUS_TIMEOUT = 2.0
-HELLO_TIMEOUT = 8.0
+HELLO_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""A stand-in for SGLang that plays a script instead of serving."""

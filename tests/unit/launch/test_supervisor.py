@@ -1,0 +1,125 @@
+"""The launcher is invisible: signals, exit status and process group are the server's."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.unit.launch.support import ATTACHED, alive, eventually
+
+GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
+
+
+@pytest.fixture(autouse=True)
+def an_agent(agent):
+    agent()
+
+
+@pytest.mark.parametrize("status", [0, 1, 42, 255])
+def test_the_exit_status_is_passed_through(launcher, status):
+    launcher.script(*GOOD, ["exit", status])
+    assert launcher.run("--model-path", "m")[0] == status
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL", "SIGABRT", "SIGSEGV"])
+def test_the_launcher_dies_by_the_servers_signal(launcher, name):
+    launcher.script(*GOOD, ["die", name])
+    assert launcher.run("--model-path", "m")[0] == -getattr(signal, name)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"])
+def test_signals_are_passed_on(launcher, name):
+    launcher.script(*GOOD, ["catch", name], ["mark", "serving"], ["wait", f"caught-{name}"], ["exit", 9])
+    process = launcher.start("--model-path", "m")
+    launcher.wait_for("serving")
+    process.send_signal(getattr(signal, name))
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 9, err
+
+
+def test_a_server_that_ends_by_the_passed_signal(launcher):
+    launcher.script(*GOOD, ["mark", "serving"], ["sleep", 60])
+    process = launcher.start("--model-path", "m")
+    launcher.wait_for("serving")
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_sigkill_of_the_launcher_ends_the_server(launcher):
+    launcher.script(*GOOD, ["mark", "serving"], ["sleep", 60])
+    process = launcher.start("--model-path", "m")
+    launcher.wait_for("serving")
+    server = launcher.runs[0]["pid"]
+    assert alive(server)
+    process.kill()
+    process.communicate(timeout=20)
+    assert eventually(lambda: not alive(server))
+
+
+def test_a_signal_while_starting_is_not_followed_by_a_warning(launcher):
+    launcher.script(["mark", "starting"], ["sleep", 60])
+    process = launcher.start("--wcache-on-mismatch", "error", "--model-path", "m")
+    launcher.wait_for("starting")
+    process.terminate()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGTERM
+    assert err == ""
+
+
+def test_ctrl_c_reaches_the_server_once(launcher):
+    """On a terminal both get the signal; passing it on as well would interrupt a server that is shutting down."""
+    launcher.script(*GOOD, ["mark", "serving"], ["sleep", 60])
+    code = (
+        "import sys, signal; n = []; "
+        "signal.signal(signal.SIGINT, lambda *_: n.append(1)); open('serving', 'w').close(); "
+        "import time; end = time.monotonic() + 2\n"
+        "while time.monotonic() < end: time.sleep(0.05)\n"
+        "open('count', 'w').write(str(len(n))); sys.exit(3)"
+    )
+    fake = launcher.directory / "python"
+    fake.write_text(f'#!/bin/sh\nexec {sys.executable} -c "$CODE"\n')
+    fake.chmod(0o755)
+    launcher.environment["CODE"] = code
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(launcher.directory)
+        command = [sys.executable, "-m", "weightcache.launch", "--wcache-python", "./python", "--model-path", "m"]
+        os.execve(sys.executable, command, launcher.environment)
+    try:
+        launcher.wait_for("serving")
+        time.sleep(0.1)
+        os.write(terminal, b"\x03")
+        _, status = os.waitpid(pid, 0)
+    finally:
+        os.close(terminal)
+    assert (launcher.directory / "count").read_text() == "1"
+    assert os.waitstatus_to_exitcode(status) == 3
+
+
+def test_the_server_is_in_the_launchers_process_group(launcher):
+    launcher.script(*GOOD, ["mark", "serving"], ["wait", "go"])
+    process = launcher.start("--model-path", "m", start_new_session=True)
+    launcher.wait_for("serving")
+    assert os.getpgid(launcher.runs[0]["pid"]) == os.getpgid(process.pid) == process.pid
+    (launcher.directory / "go").touch()
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_the_servers_signal_mask_and_streams_are_the_operators(launcher):
+    launcher.environment["CODE"] = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, ()), input())"
+    fake = launcher.directory / "python"
+    fake.write_text(f'#!/bin/sh\nexec {sys.executable} -c "$CODE"\n')
+    fake.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-m", "weightcache.launch", "--wcache-python", str(fake), "--model-path", "m"],
+        env=launcher.environment, input="typed\n", capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert done.stdout == "set() typed\n"
