@@ -120,7 +120,16 @@ def load(path: Path | None) -> Config:
 def parse(text: str, path: Path) -> Config:
     """The Config that ``text`` stands for; ``path`` is what the sentences call it. Raises ConfigError."""
     try:
-        return _build(_toml(text), path)
+        data = _toml(text)
+    except DecodeError as error:
+        raise ConfigError(f"{_name(path)}: {error}") from None
+    return from_data(data, path)
+
+
+def from_data(data: dict[str, Any], path: Path) -> Config:
+    """The Config that the parsed TOML ``data`` stands for. Raises ConfigError."""
+    try:
+        return _build(data, path)
     except DecodeError as error:
         raise ConfigError(f"{_name(path)}: {error}") from None
 

@@ -31,14 +31,44 @@ def change(path: Path, key: Key, value: Any) -> bool:
     # A symbolic link stays one: the file behind it is replaced.
     path = Path(os.path.realpath(path))
     old = _read(path)
-    new = _edited(path, old, key, value)
-    config.parse(new, path)
-    if key.find(tomllib.loads(new)) != value:
-        raise ConfigError(f"{path}: {key.text} could not be changed in place; edit the file by hand")
+    wanted = _assigned(_parsed(old, path), key, value)
+    config.from_data(wanted, path)
+    new = _edited(path, old, key, wanted)
     if new == old:
         return False
+    if _parsed(new, path) != wanted:
+        raise _by_hand(path, key, "the edit would change something else, too")
     _replace(path, new)
     return True
+
+
+def _parsed(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError):
+        config.parse(text, path)  # raises the sentence for it
+        raise
+
+
+def _assigned(data: dict[str, Any], key: Key, value: Any) -> dict[str, Any]:
+    at: Any = data
+    for step, following in zip(key.steps, (*key.steps[1:], None), strict=True):
+        if isinstance(step, int):
+            if step > len(at) or (step == len(at) and following is not None):
+                raise UsageError(
+                    f"{key.text}: there are {len(at)} [[rank]] tables; the next new one is rank[{len(at)}]"
+                )
+            if step == len(at):
+                at.append(None)
+        if following is None:
+            at[step] = value
+        elif isinstance(step, str):
+            at = at.setdefault(step, [] if isinstance(following, int) else {})
+        else:
+            at = at[step]
+        if following is not None and not isinstance(at, list if isinstance(following, int) else dict):
+            raise ConfigError(f"{key.text}: the file has no table there")
+    return data
 
 
 def _read(path: Path) -> str:
@@ -52,7 +82,7 @@ def _read(path: Path) -> str:
         raise
 
 
-def _edited(path: Path, text: str, key: Key, value: Any) -> str:
+def _edited(path: Path, text: str, key: Key, wanted: dict[str, Any]) -> str:
     try:
         import tomlkit
         from tomlkit.exceptions import TOMLKitError
@@ -63,43 +93,58 @@ def _edited(path: Path, text: str, key: Key, value: Any) -> str:
         ) from None
     try:
         document: Any = tomlkit.parse(text)
-    except (TOMLKitError, ValueError, RecursionError) as error:
-        config.parse(text, path)  # raises the usual sentence, with line and column
-        raise ConfigError(f"{path}: cannot be edited in place ({error})") from None
-    try:
-        _assign(document, key, value)
+        section = key.steps[0]
+        _merge(document, section, wanted[str(section)])
         return tomlkit.dumps(document)
-    except (TOMLKitError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: {key.text} cannot be set to this value ({error})") from None
+    except (TOMLKitError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        # tomlkit does not manage every layout of a file that is valid TOML.
+        raise _by_hand(path, key, str(error)) from None
 
 
-def _assign(document: Any, key: Key, value: Any) -> None:
+def _merge(at: Any, step: Any, wanted: Any) -> None:
+    """Make ``at[step]`` equal to ``wanted`` and leave alone what is equal already: replaced tables lose comments."""
     import tomlkit
 
-    at = document
-    for step, following in zip(key.steps, key.steps[1:], strict=False):
-        if isinstance(step, int):
-            if step >= len(at):
-                raise UsageError(f"{key.text}: there are only {len(at)} [[rank]] tables")
-        elif step not in at:
-            at[step] = tomlkit.aot() if isinstance(following, int) else tomlkit.table()
-        at = at[step]
-    last = key.steps[-1]
-    if not isinstance(last, int):
-        if isinstance(value, dict) and len(key.steps) == 1:
-            # A whole section stays a [section], not one long line.
-            table = tomlkit.table()
-            table.update(value)
-            value = table
-        at[last] = value
-    elif last < len(at):
-        at[last] = value
-    elif last == len(at) and isinstance(value, dict):
-        table = tomlkit.table()
-        table.update(value)
-        at.append(table)
-    else:
-        raise UsageError(f"{key.text}: a table is expected, and the next free one is rank[{len(at)}]")
+    present: Any = at[step] if isinstance(at, list) else at.get(step)
+    if isinstance(wanted, dict) and isinstance(present, dict):
+        for name in [name for name in present if name not in wanted]:
+            del present[name]
+        for name, value in wanted.items():
+            _merge(present, name, value)
+    elif _tables(wanted) and _tables(present):
+        for i, value in enumerate(wanted):
+            if i < len(present):
+                _merge(present, i, value)
+            else:
+                present.append(_table(value, blank_line=True))
+        for _ in range(len(present) - len(wanted)):
+            del present[len(wanted)]
+    elif present is None and _tables(wanted):
+        at[step] = tomlkit.aot()
+        for value in wanted:
+            at[step].append(_table(value))
+    elif present is None and isinstance(wanted, dict) and isinstance(at, tomlkit.TOMLDocument):
+        at[step] = _table(wanted)
+    elif present is None or present != wanted or type(tomlkit.item(present).unwrap()) is not type(wanted):
+        at[step] = wanted
+
+
+def _tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, dict) for entry in value)
+
+
+def _table(value: dict[str, Any], blank_line: bool = False) -> Any:
+    import tomlkit
+
+    table = tomlkit.table()
+    table.update(value)
+    if blank_line:
+        table.trivia.indent = "\n"
+    return table
+
+
+def _by_hand(path: Path, key: Key, why: str) -> ConfigError:
+    return ConfigError(f"{path}: {key.text} cannot be changed in place ({why}); edit the file by hand")
 
 
 def _replace(path: Path, text: str) -> None:

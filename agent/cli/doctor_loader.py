@@ -49,7 +49,7 @@ def _own_findings(config: Config) -> Iterator[Finding]:
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         try:
             child = subprocess.Popen(
-                loader_command(config, "doctor", "--json"),
+                loader_command(config, "doctor", "--json", "--backend", config.memory.backend),
                 env=loader_environment(config),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
