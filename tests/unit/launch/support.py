@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -107,10 +107,8 @@ class FakeAgent:
 
     def close(self) -> None:
         for sock in (*self._listeners, *self._connections):
-            try:
+            with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
             sock.close()
         for thread in self._threads:
             thread.join(5)

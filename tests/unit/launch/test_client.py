@@ -7,10 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.unit.launch.support import ATTACHED, FINGERPRINT, alive, eventually, free_port, set_status
+from weightcache import transport
+from weightcache.checkpoint import identity
 from weightcache.engine import directive
 from weightcache.errors import AgentUnavailable
 
@@ -46,7 +50,7 @@ def test_attach_is_told_on_one_line_a_rank(launcher, agent):
     assert after.pop(directive.VARIABLE)
     before.pop("SGLANG_PLUGINS")
     assert after == {k: v for k, v in before.items() if k not in ("LC_CTYPE", "PWD", "_")}
-    assert not os.path.exists(os.path.dirname(told.report))
+    assert not Path(told.report).parent.exists()
 
 
 def test_gpu_agents_are_found_by_uuid_and_win_unless_the_device_is_the_cpu(launcher, agent):
@@ -81,7 +85,7 @@ def test_no_agent_is_one_clear_line_then_disk(launcher):
     told = directive.read(launcher.runs[0]["env"])
     assert told.from_disk.startswith("no agent at")
     assert not told.donate
-    status, _, err = launcher.run("--wcache-on-mismatch=error", "--model-path", "m")
+    status, _, _ = launcher.run("--wcache-on-mismatch=error", "--model-path", "m")
     assert status == AgentUnavailable.exit_status
     assert len(launcher.runs) == 1
 
@@ -161,7 +165,7 @@ def test_a_failed_attach_is_an_error_where_nothing_else_will_do(launcher, agent)
     agent()
     failed = {**DIFFERENT, "outcome": "failed", "code": "attach-failed", "message": "bind: no", "differences": []}
     launcher.script(["ready", "scheduler"], ["decision", failed], ["exit", 3])
-    status, _, err = launcher.run("--wcache-on-mismatch", "error", "--model-path", "m")
+    status, _, _ = launcher.run("--wcache-on-mismatch", "error", "--model-path", "m")
     assert (status, len(launcher.runs)) == (1, 1)
 
 
@@ -237,10 +241,6 @@ def test_explain_knows_the_checkpoint(launcher, agent, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}))
-    from dataclasses import replace
-
-    from weightcache.checkpoint import identity
-
     same = replace(FINGERPRINT, model_path=str(model.resolve()), checkpoint=identity(model))
     agent(sets=(set_status(fingerprint=same),))
     status, out, _ = launcher.run("--wcache-explain", "--model-path", str(model))
@@ -317,8 +317,6 @@ def test_help_and_usage(launcher):
 
 
 def test_reports_of_garbage_are_dropped(launcher, agent):
-    from weightcache import transport
-
     agent()
     launcher.script(["ready", "scheduler"], ["wait", "go"], ["decision", ATTACHED])
     process = launcher.start("--model-path", "m")
@@ -333,4 +331,4 @@ def test_reports_of_garbage_are_dropped(launcher, agent):
     silent.close()
     assert process.returncode == 0
     assert err.count("\n") == 1
-    assert eventually(lambda: not os.path.exists(told.report))
+    assert eventually(lambda: not Path(told.report).exists())

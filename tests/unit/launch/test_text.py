@@ -5,13 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.launch.support import ATTACHED
 from weightcache import records
 from weightcache.engine.directive import Decision
 from weightcache.fingerprint import Difference
 from weightcache.launch import decisions
 from weightcache.launch.console import clean, elided, table
-
-from tests.unit.launch.support import ATTACHED
 
 
 def test_the_line_of_an_attached_rank():

@@ -1,0 +1,236 @@
+"""Daemon mode: agents of this launch's own, over the real agent and a loader without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.support import ATTACHED, alive, eventually
+from weightcache import config
+from weightcache.config import RankConfig
+from weightcache.engine import directive
+from weightcache.errors import DeviceUnavailable, PermissionRefused, UsageError
+from weightcache.launch import daemon_config, layout
+from weightcache.launch.server_only import without
+from weightcache.launch.sglang_options import given
+
+GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
+LOADER = Path(__file__).parents[2] / "support" / "test_loader.py"
+SECRETS = [
+    *("--api-key", "sk-secret1"), "--admin-api-key=secret2", *("--ssl-keyfile-password", "secret3"),
+    *("--ap", "secret4"), *("--watermark-config", '{"key": "secret5"}'), "--some-new-auth-key=secret6",
+]  # fmt: skip
+
+
+@pytest.fixture
+def daemon(launcher):
+    """The launcher with an interpreter whose weightcache.loader is the tests'; ends the agents it started."""
+    python = launcher.directory / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = weightcache.loader ]; then shift 2; exec {sys.executable} {LOADER} "$@"; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    launcher.environment["WCTEST_FINGERPRINT"] = json.dumps({"revision": "", "override_args": ""})
+    launcher.mode = ["--weight-cache-mode", "daemon", "--wcache-python", str(python), "--wcache-wait", "20"]
+    yield launcher
+    pids = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"weightcache.server" in line and os.fsencode(launcher.runtime_dir) in line:
+                pids.add(int(entry.name))
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    assert eventually(lambda: not any(alive(pid) for pid in pids), 15)
+
+
+def test_first_and_second_start(daemon):
+    daemon.script(*GOOD)
+    arguments = ["--model-path", "org/model", "--device", "cpu", "--port", "4321", *SECRETS, "--dtype", "auto"]
+    status, _, err = daemon.run(*daemon.mode, *arguments)
+    assert status == 0, err
+    home = daemon.runtime_dir
+    pid = int(re.search(r"rank 0: started an agent, process (\d+), log (\S+)", err)[1])
+    assert f"`kill {pid}` stops them" in err
+    assert "rank 0: attached set 1a2b1a2b.." in err
+    assert alive(pid)
+    parent, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1:4:2]
+    assert int(parent) != os.getpid()
+    assert int(session) != os.getsid(0)
+
+    told = directive.read(daemon.runs[0]["env"])
+    assert told.sockets == {"rank:0": str(home / "0.sock")}
+    assert (told.on_mismatch, told.donate, told.from_disk) == ("error", False, "")
+    assert daemon.runs[0]["argv"] == arguments
+
+    file = home / "weightcache.toml"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    written = config.load(file)
+    assert written.model.arguments == ("--model-path", "org/model", "--device", "cpu", "--dtype", "auto")
+    assert (written.memory.backend, written.ranks) == ("host", (RankConfig(0),))
+    for path in home.iterdir():
+        if path.is_file():
+            assert b"secret" not in path.read_bytes(), path
+    assert b"secret" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+    status, _, err = daemon.run(*daemon.mode, *arguments)
+    assert status == 0
+    assert "started an agent" not in err
+    assert len(daemon.runs) == 2
+
+    status, _, err = daemon.run(*daemon.mode, *arguments, "--tp", "1", "--revision", "other")
+    assert status == 1
+    assert "revision | (none)   | other  | another revision of the weights" in err
+    assert len(daemon.runs) == 2
+
+
+def test_a_load_that_fails_is_the_launchers_error(daemon):
+    daemon.environment["WCTEST_MODE"] = "exit"
+    status, _, err = daemon.run(*daemon.mode, "--model-path", "org/model", "--device", "cpu")
+    assert status == 1, err
+    assert "rank 0: the loader" in err
+    assert daemon.runs == []
+
+
+def test_a_missing_model_is_said_before_anything_starts(daemon):
+    status, _, err = daemon.run(*daemon.mode, "--model-path", "/no/such/model", "--device", "cpu")
+    assert status == 66
+    assert "there is no model at /no/such/model" in err
+    assert not (daemon.runtime_dir / "weightcache.toml").exists()
+
+
+def test_an_agent_with_another_model_is_a_mismatch(daemon, agent):
+    agent()
+    daemon.script(*GOOD)
+    status, _, err = daemon.run(*daemon.mode, "--model-path", "m", "--device", "cpu", "--dtype", "half")
+    assert status == 1
+    assert "dtype | bfloat16 | float16 | another data type: wrong values" in err
+    assert daemon.runs == []
+
+
+def test_an_empty_agent_is_told_to_load(daemon, agent):
+    waiting = agent(state="empty", sets=(), model="")
+    daemon.script(*GOOD)
+    status, _, err = daemon.run(*daemon.mode, "--model-path", "m", "--device", "cpu")
+    assert status == 0
+    assert "weightcache: rank 0: loading, 1.0 of 2.0 GB, 3 s\n" in err
+    assert [type(m).__name__ for m in waiting.seen] == ["Status", "Load", "Status"]
+
+
+def test_agents_for_only_some_ranks_are_not_enough(daemon, agent):
+    agent()
+    status, _, err = daemon.run(*daemon.mode, "--model-path", "m", "--device", "cpu", "--tp", "2")
+    assert status == 69
+    assert "none serves rank:1" in err
+
+
+def test_a_launch_without_proof_is_ended(daemon, agent):
+    agent()
+    daemon.script(["sleep", 0])
+    status, _, err = daemon.run(*daemon.mode, "--model-path", "m", "--device", "cpu")
+    assert status == 69
+    assert "WARNING" in err
+
+
+def test_the_written_file_survives_odd_arguments(tmp_path):
+    odd = ['--model-path="x"', "\x7f\x01\t", "\\", "ü\U0001f600", '{"a": "b"}']
+    text = daemon_config.render("/py thon", ["--model-path", "m", *odd], "cuda", [RankConfig(3, "GPU-a")])
+    data = tomllib.loads(text)
+    assert data["model"]["arguments"] == ["--model-path", "m", *odd]
+    assert data["loader"]["command"] == ["/py thon", "-m", "weightcache.loader"]
+    assert data["rank"] == [{"rank": 3, "gpu": "GPU-a"}]
+    with pytest.raises(UsageError):
+        daemon_config.render("p", ["\udcff"], "host", [])
+    written = daemon_config.write(tmp_path, text)
+    assert written.read_text() == text
+    assert [p.name for p in tmp_path.iterdir()] == ["weightcache.toml"]
+
+
+def test_a_directory_that_others_may_write_is_refused(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    shared.chmod(0o777)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    for path in (shared, link):
+        with pytest.raises(PermissionRefused):
+            daemon_config.private_directory(path)
+    assert stat.S_IMODE(daemon_config.private_directory(tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_secrets_and_server_options_go_and_the_rest_stays_in_order():
+    kept = ["--model", "m", "--ep", "2", "--tp=2", "--json-model-override-args", '{"a": -1}', "--trust-remote-code"]
+    kept += ["--lora-paths", "a=b", "c", "--tokenizer-path", "t", "--quantization", "fp8"]
+    mixed = [*kept[:4], "--host", "::", *kept[4:8], *SECRETS, "--log-requests-target", "a", "b", *kept[8:], "--po", "1"]
+    assert list(without(mixed)) == kept
+
+
+def test_the_models_directory_is_written_absolute(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    expected = os.path.realpath(tmp_path / "m")
+    assert daemon_config.model_arguments(["--model-path", "m"]) == ("--model-path", expected)
+    assert daemon_config.model_arguments(["--model=m", "--tp", "2"]) == (f"--model={expected}", "--tp", "2")
+
+
+GPUS = ["GPU-aa", "GPU-ab", "GPU-c", "GPU-d"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (None, GPUS),
+        ("", []),
+        ("2,0", ["GPU-c", "GPU-aa"]),
+        ("GPU-d,GPU-c", ["GPU-d", "GPU-c"]),
+        ("gpu-d", ["GPU-d"]),
+        ("GPU-a", []),
+        ("1,9,0", ["GPU-ab"]),
+        ("-1", []),
+        ("MIG-x", ["MIG-x"]),
+    ],
+)
+def test_visible_gpus(chosen, expected):
+    assert layout.visible(GPUS, chosen) == expected
+
+
+def test_ranks_of_this_host(monkeypatch):
+    monkeypatch.setattr(layout, "all_gpus", lambda: GPUS)
+    two = given(["--tp", "2", "--base-gpu-id", "1"])
+    assert layout.rank_configs(two, {}) == ("cuda", (RankConfig(0, "GPU-ab"), RankConfig(1, "GPU-c")))
+    assert layout.rank_configs(given(["--device", "cpu"]), {}) == ("host", (RankConfig(0),))
+    second = given(["--tp", "4", "--nnodes", "2", "--node-rank", "1"])
+    assert [r.rank for r in layout.rank_configs(second, {})[1]] == [2, 3]
+    with pytest.raises(DeviceUnavailable):
+        layout.rank_configs(given(["--tp", "8"]), {})
+    with pytest.raises(UsageError):
+        layout.rank_configs(given(["--dp", "2"]), {})
+    with pytest.raises(UsageError):
+        layout.rank_configs(given(["--device", "xpu"]), {})
+    with pytest.raises(UsageError):
+        layout.rank_configs(given(["--tp", "x"]), {})
+    monkeypatch.setattr(layout, "all_gpus", list)
+    assert layout.rank_configs(given([]), {})[0] == "host"
+    with pytest.raises(DeviceUnavailable):
+        layout.rank_configs(given(["--device", "cuda"]), {})
+
+
+def test_two_launches_at_once_start_one_agent(daemon):
+    daemon.script(*GOOD)
+    arguments = [*daemon.mode, "--model-path", "org/model", "--device", "cpu"]
+    both = [daemon.start(*arguments) for _ in range(2)]
+    errors = [process.communicate(timeout=40)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    assert sum(error.count("started an agent") for error in errors) == 1
