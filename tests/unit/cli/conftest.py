@@ -119,13 +119,13 @@ class Result:
 class Host:
     """A host with a runtime directory and a configuration file of its own."""
 
-    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
         self.run = directory / "run"
         self.run.mkdir(mode=0o755)
         self.config = directory / "weightcache.toml"
         self.config.write_text('[memory]\nbackend = "host"\n[[rank]]\nrank = 0\n')
         self.agents: list[FakeAgent] = []
-        self._capsys = capsys
+        self._capfd = capfd
 
     def agent(self, rank: int, *replies: Message, answer: Answer | None = None) -> FakeAgent:
         """Start an agent that answers everything with ``replies``, or as ``answer`` says."""
@@ -134,16 +134,16 @@ class Host:
         return agent
 
     def wcache(self, *arguments: str) -> Result:
-        self._capsys.readouterr()
+        self._capfd.readouterr()
         code = main(["--config", str(self.config), "--runtime-dir", str(self.run), *arguments])
-        captured = self._capsys.readouterr()
+        captured = self._capfd.readouterr()
         return Result(code, captured.out, captured.err)
 
 
 @pytest.fixture
-def host(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+def host(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.delenv("WEIGHTCACHE_TRACEBACK", raising=False)
-    made = Host(tmp_path, capsys)
+    made = Host(tmp_path, capfd)
     yield made
     for agent in made.agents:
         agent.close()

@@ -46,9 +46,9 @@ def run(*arguments, **keywords):
         (["config", "get", "memory.bakend"], "unknown key 'memory.bakend' (did you mean \"memory.backend\"?)"),
     ],
 )
-def test_mistakes_are_one_sentence_and_status_2(capsys, arguments, says):
+def test_mistakes_are_one_sentence_and_status_2(capfd, arguments, says):
     assert main(arguments) == 2
-    out, err = capsys.readouterr()
+    out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith("wcache: ")
     assert err.count("\n") == 1
@@ -63,13 +63,13 @@ def parsers(top: Parser):
                 yield from parsers(child)
 
 
-def test_everything_has_help(capsys):
+def test_everything_has_help(capfd):
     for one in parsers(parser()):
         assert one.description, one.prog
         for action in one._actions:
             assert action.help or isinstance(action.choices, dict), (one.prog, action.dest)
     assert main(["--help"]) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "examples:" in out
     assert "exit status:" in out
     for command in COMMANDS:
@@ -93,16 +93,16 @@ def test_the_runtime_directory_comes_from_the_configuration(host, make_status, t
     assert main(["--config", str(host.config), "status"]) == 0
 
 
-def test_version(capsys):
+def test_version(capfd):
     assert main(["version"]) == 0
-    first = capsys.readouterr().out
+    first = capfd.readouterr().out
     assert first.startswith("weightcache 0.")
     assert "(protocol 1, Python 3." in first
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == first
+    assert capfd.readouterr().out == first
 
 
-def test_an_internal_error_is_one_sentence(host, monkeypatch, capsys):
+def test_an_internal_error_is_one_sentence(host, monkeypatch, capfd):
     def broken(_):
         raise RuntimeError("so sad\x1b")
 

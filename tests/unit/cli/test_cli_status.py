@@ -197,7 +197,7 @@ def test_colour_only_on_a_terminal_that_wants_it(host, make_status, monkeypatch)
     assert "\x1b" not in host.wcache("status").out
 
 
-def test_a_broken_configuration_is_only_mentioned(host, make_status, monkeypatch, capsys):
+def test_a_broken_configuration_is_only_mentioned(host, make_status, monkeypatch, capfd):
     from weightcache import paths
     from weightcache.cli.main import main
 
@@ -205,5 +205,5 @@ def test_a_broken_configuration_is_only_mentioned(host, make_status, monkeypatch
     monkeypatch.setattr(paths, "CONFIG_FILE", host.config)
     host.agent(0, RankReport(make_status()))
     assert main(["status", "--runtime-dir", str(host.run)]) == 0
-    assert "wcache: note: " in capsys.readouterr().err
+    assert "wcache: note: " in capfd.readouterr().err
     assert host.wcache("status").status == 78
