@@ -1,7 +1,8 @@
 """The ``check`` role: map a resident set without an engine, read-only, and compare every arena with its digest.
 
 It runs in the loader's environment and exits afterwards: the agent and ``wcache`` never open a GPU themselves, and
-memory that kills whoever reads it kills only this process.
+memory that kills whoever reads it kills only this process. torch is imported late, so that the other roles can say in
+a sentence that it is missing.
 """
 
 from __future__ import annotations
@@ -11,13 +12,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from weightcache import manifest, protocol, transport
 from weightcache.client import DEFAULT_TIMEOUT, Conversation
 from weightcache.errors import AttachFailed, DamagedSet, ProtocolError
 from weightcache.memory import MAX_ARENAS, Memory, memfd, open_memory
-from weightcache.memory.digest import BLOCK, digest
 
 if TYPE_CHECKING:
     import argparse
@@ -71,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 def check(memory: Memory, socket: str, set_id: str | None = None) -> Verdict:
     """Receive a set from the agent behind its status ``socket``, map it, and compare every arena with its digest."""
+    from weightcache.memory.digest import digest
+
     started = time.perf_counter()
     with Conversation(socket) as conversation:
         connected = time.perf_counter()
@@ -128,6 +128,10 @@ def check(memory: Memory, socket: str, set_id: str | None = None) -> Verdict:
 
 
 def _memory(args: argparse.Namespace) -> Memory:
+    import torch
+
+    from weightcache.memory.digest import BLOCK, digest
+
     if args.backend == "host":
         memory = open_memory("host")
         device = torch.device("cpu")

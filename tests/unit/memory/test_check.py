@@ -7,6 +7,8 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,3 +205,19 @@ def test_doctor_calls_a_missing_gpu_a_problem_only_where_one_is_configured(capsy
     monkeypatch.setattr("weightcache.memory.cuda_vmm.device_count", none)
     assert findings(capsys)[1]["gpu"]["status"] == "note"
     assert findings(capsys, "--backend", "cuda")[1]["gpu"]["status"] == "problem"
+
+
+def test_roles_can_be_declared_and_doctor_runs_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import argparse\n"
+        "from weightcache.loader import check, doctor\n"
+        "check.add_arguments(argparse.ArgumentParser())\n"
+        "parser = argparse.ArgumentParser(); doctor.add_arguments(parser)\n"
+        "sys.exit(doctor.run(parser.parse_args([])))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    rows = {row["subject"]: row for row in map(json.loads, result.stdout.splitlines())}
+    assert rows["torch"]["status"] == "problem"
+    assert result.returncode == 1
+    assert result.stderr == ""
