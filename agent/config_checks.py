@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ GRANULARITY = 2 * 2**20
 
 MAX_ARENA = 2**44
 MAX_RANK = 65535
+MAX_DIRECTORY = 107 - len(f"/{MAX_RANK}.publish.sock")
+"""The path of a Unix socket has at most 107 bytes (unix(7))."""
 
 _UUID_HINT = "`nvidia-smi -L` prints the UUIDs"
 _HEX = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
@@ -33,6 +36,8 @@ def _check_values(config: Config) -> None:
     directory = config.agent.runtime_dir
     if directory is not None and not directory.is_absolute():
         raise DecodeError("agent.runtime_dir", f"expected an absolute path, got {shown(str(directory))}")
+    if directory is not None and len(os.fsencode(directory)) > MAX_DIRECTORY:
+        raise DecodeError("agent.runtime_dir", f"too long for socket paths: at most {MAX_DIRECTORY} bytes")
     for name in ("timeout_seconds", "stall_seconds"):
         if getattr(config.loader, name) <= 0:
             raise DecodeError(f"loader.{name}", f"must be greater than 0, got {getattr(config.loader, name):g}")

@@ -51,7 +51,7 @@ def agents(site: ranks.Site) -> Iterator[Finding]:
     """Every rank's agent: there, answering, of this version, and as configured."""
     found = ranks.find_ranks(site)
     if not found:
-        yield note("agents", "no rank is configured and no socket exists", "systemctl start weightcache@0.socket")
+        yield note("agents", "no rank is configured and no socket exists", _start(site, 0)[0])
         return
     for view in ranks.query_all(site, found):
         yield from _agent(site, view)
@@ -59,26 +59,27 @@ def agents(site: ranks.Site) -> Iterator[Finding]:
 
 def _agent(site: ranks.Site, view: ranks.RankView) -> Iterator[Finding]:
     status, subject = view.status, f"rank {view.status.rank}"
-    unit = f"weightcache@{status.rank}"
+    start, restart = _start(site, status.rank)
     if view.agent == "down":
         reason = view.reason.message if view.reason else ""
         if isinstance(view.reason, VersionSkew):
-            yield problem(subject, reason, f"install the same version everywhere, then systemctl restart {unit}")
+            yield problem(subject, reason, f"install the same version everywhere, then {restart}")
         elif isinstance(view.reason, PermissionRefused):
             yield problem(subject, reason, "see the line about rights")
         else:
-            yield problem(subject, reason, f"systemctl start {unit}; journalctl -u {unit} says why it ended")
+            yield problem(subject, reason, start)
         return
     if status.version != weightcache.__version__:
         yield note(
             subject,
             f"the agent is version {status.version}, this command is {weightcache.__version__}",
-            f"systemctl restart {unit} (the resident weights stay)",
+            restart,
         )
     text = f"{status.state}, {count(len(status.sets), 'set')}"
     if status.state in ("failed", "degraded"):
         sentence = f"{status.state}: {status.error.message}" if status.error else status.state
-        yield problem(subject, sentence, f"mend the cause, then wcache load --rank {status.rank}")
+        mend = "mend the cause" if status.state == "failed" else f"wcache evict --rank {status.rank}"
+        yield problem(subject, sentence, f"{mend}, then wcache load --rank {status.rank}")
     elif status.state == "drained":
         yield note(subject, text, f"wcache resume --rank {status.rank} ends the drain")
     else:
@@ -86,11 +87,19 @@ def _agent(site: ranks.Site, view: ranks.RankView) -> Iterator[Finding]:
     yield from _as_configured(site, view)
 
 
+def _start(site: ranks.Site, rank: int) -> tuple[str, str]:
+    """How to start and restart an agent: systemd looks after those in the system's directory."""
+    if site.directory == paths.SYSTEM_RUNTIME_DIR:
+        unit = f"weightcache@{rank}"
+        return f"systemctl start {unit}; journalctl -u {unit} says why it ended", f"systemctl restart {unit}"
+    return f"python3 -m weightcache.server --rank {rank}", f"restart the agent of rank {rank}"
+
+
 def _as_configured(site: ranks.Site, view: ranks.RankView) -> Iterator[Finding]:
     status, config = view.status, site.config
     if config.path is None or site.problem is not None:
         return
-    restart = f"systemctl restart weightcache@{status.rank} makes the agent read the file again"
+    restart = f"{_start(site, status.rank)[1]}: agents read the file when they start"
     entry = next((entry for entry in config.ranks if entry.rank == status.rank), None)
     if entry is None:
         yield note(f"rank {status.rank}", f"an agent runs, and {config.path} has no such rank", "add a [[rank]] for it")
@@ -105,6 +114,9 @@ def _as_configured(site: ranks.Site, view: ranks.RankView) -> Iterator[Finding]:
 
 def rights(site: ranks.Site) -> Iterator[Finding]:
     """Whether this process may connect to the public sockets, and through which group."""
+    for user in site.config.policy.publishers:
+        if not _exists(user):
+            yield problem("rights", f"policy.publishers: there is no user {user}", "correct the name, or add the user")
     name = site.config.agent.socket_group
     groups = {os.getegid(), *os.getgroups()}
     if name:
@@ -141,6 +153,14 @@ def _membership(wanted: grp.struct_group, groups: set[int]) -> Finding:
         f"{user} is not in the group {wanted.gr_name}",
         f"usermod -aG {wanted.gr_name} {user}, then log in again",
     )
+
+
+def _exists(user: str) -> bool:
+    try:
+        pwd.getpwnam(user)
+    except KeyError:
+        return user.isascii() and user.isdigit()
+    return True
 
 
 def _group(gid: int) -> grp.struct_group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import threading
@@ -16,6 +17,7 @@ from weightcache.client import Conversation
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from weightcache.protocol import LoadProgress
 
@@ -32,7 +34,11 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     parser = commands.add_parser("load", help="load the configured model now", description=DESCRIPTION)
     add_rank(parser)
-    add_wait(parser, "how long to wait for the load; 0 only starts it (default: loader.timeout_seconds)", None)
+    add_wait(
+        parser,
+        "how long to wait for the load; 0 only starts it, with exit status 75 (default: loader.timeout_seconds)",
+        None,
+    )
     add_global(parser)
     parser.set_defaults(run=run, parser=parser)
 
@@ -51,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
             loaded = agent.request(request, answer, wait + GRACE_SECONDS, lambda now: display.update(rank, now))
         return f"ready, set {loaded.set_id}"
 
-    return ranks.report(chosen, load, display.clear)
+    return ranks.report(chosen, load, display.quiet)
 
 
 class Display:
@@ -83,9 +89,11 @@ class Display:
                 self._printed[rank] = (now.phase, time.monotonic())
                 print(f"rank {rank}: {progress(now)}", flush=True)
 
-    def clear(self) -> None:
-        """Make room for a line that stays."""
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Make room for a line that stays, and show nothing until it is printed."""
         with self._lock:
             if self._shown:
                 print("\r\x1b[K", end="", flush=True)
                 self._shown = False
+            yield

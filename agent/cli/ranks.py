@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import queue
@@ -9,6 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Runner = Callable[["argparse.Namespace"], int]
+Quiet = Callable[[], AbstractContextManager[None]]
 
 ANSWER_SECONDS = 5.0
 """How long an agent may take for an answer that needs no work."""
@@ -169,19 +172,20 @@ def each(ranks: Iterable[int], action: Callable[[int], T]) -> Iterator[tuple[int
         yield results.get()
 
 
-def report(ranks: list[int], action: Callable[[int], str], clear: Callable[[], None] = lambda: None) -> int:
+def report(ranks: list[int], action: Callable[[int], str], quiet: Quiet = contextlib.nullcontext) -> int:
     """Run ``action`` for all ranks, print its sentences or errors, and return the exit status (the lowest rank's).
 
-    ``clear`` is called before anything is printed. A single rank's error is raised.
+    Everything is printed inside ``quiet()``. A single rank's error is raised.
     """
     failures = {}
     for rank, result in each(ranks, action):
-        clear()
-        if isinstance(result, str):
-            print(f"rank {rank}: {escape(result)}", flush=True)
-        elif isinstance(result, WeightcacheError) and len(ranks) > 1:
-            print(f"wcache: rank {rank}: {escape(result.message)}", file=sys.stderr)
-            failures[rank] = result.exit_status
-        else:
-            raise result
+        with quiet():
+            if isinstance(result, str):
+                # Agents may name their rank themselves.
+                print(escape(result if result.startswith(f"rank {rank} ") else f"rank {rank}: {result}"), flush=True)
+            elif isinstance(result, WeightcacheError) and len(ranks) > 1:
+                print(f"wcache: rank {rank}: {escape(result.message)}", file=sys.stderr)
+                failures[rank] = result.exit_status
+            else:
+                raise result
     return failures[min(failures)] if failures else 0

@@ -23,7 +23,8 @@ DESCRIPTION = """\
 Show the state of every rank of this host. A rank whose agent does not answer is shown as last known.
 
 states: empty, loading, ready, drained (by an operator), failed (the last load, or the configuration),
-degraded (the resident bytes failed verification), unknown (no agent, nothing known)."""
+degraded (the resident bytes failed verification); without an agent: stopped, or the state before it went away, or
+unknown."""
 
 EPILOG = """\
 exit status:

@@ -71,6 +71,11 @@ def test_no_agent(host, command):
     assert host.wcache(command).status == 78
 
 
+def test_agents_that_name_their_rank(host):
+    host.agent(0, Done("rank 0 is drained until `wcache resume`"))
+    assert host.wcache("drain").out == "rank 0 is drained until `wcache resume`\n"
+
+
 def test_several_ranks(host):
     host.agent(0, Done("resumed"))
     host.agent(1, Failure("permission", "only root may resume"))

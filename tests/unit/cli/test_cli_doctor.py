@@ -74,7 +74,7 @@ def test_problems_come_with_advice_and_status_1(host):
     assert got.status == 1
     assert f"problem  runtime directory: {host.run} is writable by everybody\n" in got.out
     assert f"-> chmod o-w {host.run}" in got.out
-    assert re.search(r"problem  rank 0: no agent listens.*\n +-> systemctl start weightcache@0", got.out)
+    assert re.search(r"problem  rank 0: no agent listens.*\n +-> python3 -m weightcache.server --rank 0", got.out)
     assert got.out.endswith("2 problems\n")
 
 
@@ -137,7 +137,7 @@ def test_agents_of_other_versions_and_settings(host, make_status):
         "problem",
         "rank 3",
         "the peer speaks protocol 2, this side 1",
-        "install the same version everywhere, then systemctl restart weightcache@3",
+        "install the same version everywhere, then restart the agent of rank 3",
     )
     assert "has no such rank" in about(host, "rank 4")[-1].text
 
@@ -155,6 +155,24 @@ def test_groups(host, monkeypatch):
     assert found.advice.startswith("usermod -aG daemon nobody")
     monkeypatch.setattr(doctor_agents.os, "getgroups", lambda: [1])
     assert about(host, "rights")[0].status == "ok"
+
+
+def test_publishers(host):
+    host.config.write_text('[policy]\npublishers = ["root", "0", "nosuchuser"]\n' + host.config.read_text())
+    (found,) = [finding for finding in about(host, "rights") if finding.status == "problem"]
+    assert found.text == "policy.publishers: there is no user nosuchuser"
+
+
+def test_systemd_looks_after_the_systems_directory(host, make_status, monkeypatch):
+    from weightcache import paths
+
+    monkeypatch.setattr(paths, "SYSTEM_RUNTIME_DIR", host.run)
+    assert about(host, "rank 0")[0].advice.startswith("systemctl start weightcache@0; journalctl -u")
+    host.agent(0, RankReport(make_status(version="0.0.9")))
+    assert about(host, "rank 0")[0].advice == "systemctl restart weightcache@0"
+    host.run.rename(host.run.with_name("elsewhere"))
+    assert about(host, "runtime directory")[0].advice.startswith("systemd-tmpfiles --create")
+    host.run.with_name("elsewhere").rename(host.run)
 
 
 def test_limits(host, monkeypatch):

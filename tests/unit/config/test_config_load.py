@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from weightcache import config, paths
 from weightcache.config import Config, MemoryConfig, RankConfig
 from weightcache.errors import ConfigError
@@ -111,6 +112,7 @@ def test_old_mig_names_are_uuids_too() -> None:
         ("[policy]\ndonation = 1", "policy.donation", "expected true or false, got 1"),
         ('[policy]\npublishers = [""]', "policy.publishers[0]", "empty"),
         ('[agent]\nruntime_dir = "run"', "agent.runtime_dir", "absolute path"),
+        (f"[agent]\nruntime_dir = '/{'x' * 88}'", "agent.runtime_dir", "at most 88 bytes"),
         ("[agent]\nruntime_dir = 1", "agent.runtime_dir", "expected text in quotes"),
         ("[memory]\narena_bytes = -2097152", "memory.arena_bytes", "multiple of 2 MiB"),
         ("[memory]\narena_bytes = 1000", "memory.arena_bytes", "multiple of 2 MiB"),

@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weightcache import config
 from weightcache.errors import ConfigError
 
