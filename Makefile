@@ -23,7 +23,7 @@ demo: env
 
 test: lint
 	$(PYTEST) tests/unit
-	$(PYTEST) tests --ignore tests/unit
+	$(PYTEST) tests/engine tests/gpu
 
 test-fast: env
 	$(PYTEST) tests/unit
