@@ -146,6 +146,9 @@ def _membership(wanted: grp.struct_group, groups: set[int]) -> Finding:
         return ok("rights", "root may attach and operate")
     if wanted.gr_gid in groups:
         return ok("rights", f"{user} is in the group {wanted.gr_name} and may attach")
+    if wanted.gr_gid == 0:
+        advice = "wcache config set agent.socket_group weightcache, then restart the agents"
+        return problem("rights", "the sockets belong to the group of root: only root may attach", advice)
     if user in wanted.gr_mem:
         return problem("rights", f"{user} joined {wanted.gr_name}, but not in this session", "log out and in again")
     return problem(

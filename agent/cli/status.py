@@ -90,7 +90,7 @@ def _row(view: ranks.RankView) -> tuple[str, ...]:
     newest = max((entry.published_at for entry in status.sets), default=None)
     return (
         str(status.rank),
-        escape(status.state) if view.agent == "up" else f"{escape(status.state)} (down)",
+        escape(status.state) if view.agent == "up" else f"{escape(status.state)} ({_why_down(view)})",
         escape(status.backend),
         escape(status.gpu_uuid) or "-",
         escape(status.model) or "-",
@@ -101,12 +101,17 @@ def _row(view: ranks.RankView) -> tuple[str, ...]:
     )
 
 
+def _why_down(view: ranks.RankView) -> str:
+    # An agent that refuses this user, or speaks another protocol, is not down.
+    return "down" if isinstance(view.reason, AgentUnavailable) else "not to be asked"
+
+
 def _details(view: ranks.RankView) -> list[str]:
     status = view.status
     lines = []
     if view.agent == "down":
         known = f"last known {duration(time.time() - view.known_at)} ago" if view.known_at else "nothing known"
-        lines.append(f"agent down, {known}: {escape(view.reason.message if view.reason else '')}")
+        lines.append(f"agent {_why_down(view)}, {known}: {escape(view.reason.message if view.reason else '')}")
     for entry in status.sets:
         lines.append(_set_line(entry))
         lines += [f"  {_lease_line(lease)}" for lease in entry.leases]

@@ -155,6 +155,10 @@ def test_groups(host, monkeypatch):
     assert found.advice.startswith("usermod -aG daemon nobody")
     monkeypatch.setattr(doctor_agents.os, "getgroups", lambda: [1])
     assert about(host, "rights")[0].status == "ok"
+    host.config.write_text('[agent]\nsocket_group = "root"\n' + text)
+    found = about(host, "rights")[0]
+    assert found.text == "the sockets belong to the group of root: only root may attach"
+    assert "usermod" not in found.advice
 
 
 def test_publishers(host):

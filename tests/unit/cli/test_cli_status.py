@@ -131,6 +131,7 @@ def test_an_agent_of_another_protocol(host):
     got = host.wcache("status")
     assert got.status == 76
     assert got.err == "wcache: the peer speaks protocol 2\n"
+    assert "unknown (not to be asked)" in got.out
 
 
 def test_an_agent_that_stays_silent_delays_nobody_else(host, make_status, monkeypatch):
