@@ -31,7 +31,8 @@ def line(decision: Decision) -> str:
         return f"{name}: attaching failed after the decision: {reason}"
     if decision.code:
         return f"{name}: would not attach: {reason}"
-    return f"{name}: would attach set {_short(decision.set_id)}" + (f": {decision.message}" if decision.message else "")
+    which = f" set {_short(decision.set_id)}" if decision.set_id else ""
+    return f"{name}: would attach{which}"
 
 
 def differences(rows: Sequence[Difference]) -> str:

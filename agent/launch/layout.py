@@ -28,12 +28,6 @@ def ranks(given: Given) -> range:
     nodes, node = sizes["nnodes"] or 1, sizes["node_rank"] or 0
     if world % nodes or node >= nodes:
         raise UsageError(f"{world} ranks on {nodes} nodes, of which this is node {node}, make no layout")
-    if (
-        (given.number("dp_size", 1) or 1) > 1
-        and not given.flag("enable_dp_attention")
-        and "attn_dp_size" not in (given.values)
-    ):
-        raise UsageError("daemon mode starts one agent a rank, but --dp-size repeats ranks: configure agents instead")
     local = world // nodes
     return range(node * local, (node + 1) * local)
 
@@ -44,6 +38,9 @@ def rank_configs(given: Given, environment: Mapping[str, str] = os.environ) -> t
     if device not in ("", "cuda", "cpu"):
         raise UsageError(f"weightcache holds weights in CUDA or host memory, not on --device {device}")
     here = ranks(given)
+    attention_dp = given.flag("enable_dp_attention") or "attn_dp_size" in given.values
+    if (given.number("dp_size", 1) or 1) > 1 and not attention_dp:
+        raise UsageError("daemon mode starts one agent a rank, but --dp-size repeats ranks: configure agents instead")
     gpus = [] if device == "cpu" else visible(all_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         if device == "cuda":

@@ -14,7 +14,7 @@ from weightcache import config as configuration
 from weightcache.config import Config
 from weightcache.engine.directive import Directive
 from weightcache.errors import ConfigError, Mismatch, UsageError, WeightcacheError
-from weightcache.launch import daemon, decisions, explain, session, sockets
+from weightcache.launch import daemon, decisions, explain, layout, session, sockets
 from weightcache.launch.arguments import Options, split
 from weightcache.launch.console import say, write
 from weightcache.launch.help import HELP
@@ -58,7 +58,8 @@ def _main(argv: Sequence[str]) -> int:
     python = _python(options, config)
     directive = _directive(options, config, launch, python)
     strict = options.reaction == "error"
-    plan = session.Launch(python, options.sglang, directive, strict, launch.number("port", session.DEFAULT_PORT))
+    port = launch.number("port", session.DEFAULT_PORT)
+    plan = session.Launch(python, options.sglang, directive, strict, port, _local_ranks(launch))
     return session.explain(plan) if options.explain else session.serve(plan)
 
 
@@ -72,6 +73,13 @@ def _plain(options: Options) -> int:
         os.execvpe(command[0], command, os.environ)  # noqa: S606
     except OSError as error:
         raise UsageError(f"{python} cannot be started ({error.strerror})") from None
+
+
+def _local_ranks(launch: Given) -> int:
+    try:
+        return len(layout.ranks(launch))
+    except UsageError:
+        return 1  # SGLang will say what is wrong
 
 
 def _config(options: Options) -> Config:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 FAILED_GRACE = 3.0
 """An engine whose attach failed ends itself and says why; after this it is ended."""
-REFUSED_GRACE = 30.0
-EXPLAINED_GRACE = 30.0
+OTHERS_GRACE = 30.0
+"""How long the other ranks may take to say what they decided, when the engine is going to end anyway."""
 DEFAULT_PORT = 30000
 PLUGINS = "SGLANG_PLUGINS"
 
@@ -37,6 +37,8 @@ class Launch:
     directive: Directive
     strict: bool
     port: int | None = DEFAULT_PORT
+    ranks: int = 1
+    """How many ranks of this launch are on this host."""
 
     @property
     def command(self) -> list[str]:
@@ -78,8 +80,13 @@ class _Watcher:
             return FAILED_GRACE
         if report.outcome == "refused":
             self.refused = self.refused or report
-            return REFUSED_GRACE
-        return EXPLAINED_GRACE if explaining else None
+            return self._until_all(report)
+        return self._until_all(report) if explaining else None
+
+    def _until_all(self, report: Decision) -> float:
+        said = {r.rank for r in self.reports if isinstance(r, Decision) and r.outcome == report.outcome}
+        # At once: a scheduler that ends before it is ready makes SGLang print tracebacks that explain nothing.
+        return 0.0 if len(said) >= self.launch.ranks else OTHERS_GRACE
 
     def on_serving(self) -> float | None:
         self.unproven = True

@@ -134,7 +134,7 @@ def test_off_is_plain_sglang(launcher, agent):
 def test_refusal_ends_with_the_errors_status(launcher, agent):
     agent()
     refused = {**DIFFERENT, "outcome": "refused", "code": "loading", "message": "still loading"}
-    launcher.script(["ready", "scheduler"], ["decision", refused], ["exit", 1])
+    launcher.script(["ready", "scheduler"], ["decision", refused], ["sleep", 60])
     status, _, err = launcher.run("--model-path", "m")
     assert status == 75
     assert "rank 0: refused: still loading" in err
@@ -260,14 +260,16 @@ def test_explain_wakes_nobody(launcher, agent):
 def test_explain_full_prints_the_engines_decision(launcher, agent):
     agent()
     explained = {**DIFFERENT, "outcome": "explained"}
-    launcher.script(["ready", "scheduler"], ["decision", explained], ["exit", 0])
+    launcher.script(["ready", "scheduler"], ["decision", explained], ["sleep", 60])
     status, out, _ = launcher.run("--wcache-explain=full", "--model-path", "m")
     assert status == 1
     assert "rank 0: would not attach" in out
     assert "  dtype | bfloat16 | float16 | wrong values\n" in out
     assert directive.read(launcher.runs[0]["env"]).explain
-    launcher.script(["ready", "scheduler"], ["decision", {**ATTACHED, "outcome": "explained"}], ["exit", 1])
-    assert launcher.run("--wcache-explain=full", "--model-path", "m")[0] == 0
+    one, two = ({**ATTACHED, "rank": rank, "outcome": "explained"} for rank in (0, 1))
+    launcher.script(["ready", "scheduler"], ["decision", one], ["sleep", 0.3], ["decision", two], ["exit", 1])
+    status, out, _ = launcher.run("--wcache-explain=full", "--model-path", "m", "--tp", "2")
+    assert (status, out.count("would attach set 1a2b1a2b..\n")) == (0, 2)
 
 
 def test_a_silent_agent_costs_seconds_not_for_ever(launcher, agent):
