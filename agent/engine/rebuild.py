@@ -17,9 +17,8 @@ from torch import nn
 from weightcache import manifest
 from weightcache.errors import AttachFailed
 from weightcache.loader.export import class_name
-from weightcache.loader.walk import walk
 from weightcache.manifest import Manifest, Step
-from weightcache.memory.views import dtype_of, view
+from weightcache.memory.views import dtype_of, extent, view
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +52,7 @@ class _Builder:
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor | None] = [None] * len(body.tensors)
         self.private: dict[int, torch.Tensor] = {}
+        self.typed: dict[str, torch.Tensor] = {}
 
     def run(self) -> Rebuilt:
         self._resolve_modules()
@@ -121,7 +121,7 @@ class _Builder:
     def _fill(self, slot: manifest.Slot) -> None:
         module = self.modules[slot.module]
         name = str(slot.steps[0][1])
-        old = _value(module, slot.steps)
+        old = _held(module, slot)
         tensor = self._external_tensor(slot.external) if slot.external else self._tensor(slot.tensor, old)
         if len(slot.steps) > 1 or slot.place == manifest.ATTRIBUTE:
             self._assign(module, slot.steps, tensor)
@@ -160,15 +160,19 @@ class _Builder:
             flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
             return view(flat.clone(), 0, row.shape, row.stride, dtype)
         storage = self.body.storages[row.storage]
-        start = row.offset * dtype.itemsize
-        if storage.shared:
-            piece = self.base[storage.offset : storage.offset + storage.bytes]
-        else:
-            piece = self.private.get(row.storage)  # type: ignore[assignment]
+        if not storage.shared:
+            piece = self.private.get(row.storage)
             if piece is None:
                 piece = self.base[storage.offset : storage.offset + storage.bytes].clone()
                 self.private[row.storage] = piece
-        return view(piece, start, row.shape, row.stride, dtype)
+            return view(piece, row.offset * dtype.itemsize, row.shape, row.stride, dtype)
+        if (row.offset + extent(row.shape, row.stride)) * dtype.itemsize > storage.bytes:
+            raise ValueError(f"a tensor that leaves its storage: {row}")
+        # One call a tensor: hundreds of them are most of what an attach does on the host.
+        typed = self.typed.get(row.dtype)
+        if typed is None:
+            typed = self.typed[row.dtype] = self.base.view(dtype)
+        return typed.as_strided(row.shape, row.stride, storage.offset // dtype.itemsize + row.offset)
 
     def _assign(self, module: nn.Module, steps: Sequence[Step], value: object) -> None:
         holder = _value(module, steps[:-1])
@@ -203,10 +207,12 @@ class _Builder:
             module._non_persistent_buffers_set.discard(row.name)
 
     def _nothing_left_on_meta(self) -> None:
-        found = walk(self.model)
-        for entry in found.tensors:
-            if entry.tensor.is_meta:
-                raise AttachFailed(f"the set brings no value for {found.path(entry.module, entry.steps)}")
+        """What construction made is in the manifest, slot by slot; this catches a construction that made more here."""
+        for path, module in self.model.named_modules():
+            for table in (module._parameters, module._buffers, vars(module)):
+                for name, value in table.items():
+                    if isinstance(value, torch.Tensor) and value.is_meta:
+                        raise AttachFailed(f"the set brings no value for {path}.{name}")
 
 
 def _clear(module: nn.Module, name: str, keep: Mapping[str, object]) -> None:
@@ -214,6 +220,17 @@ def _clear(module: nn.Module, name: str, keep: Mapping[str, object]) -> None:
     for table in (module._parameters, module._buffers, vars(module)):
         if table is not keep and name in table:
             del table[name]
+
+
+def _held(module: nn.Module, slot: manifest.Slot) -> Any:
+    """What the slot holds now; the tables are read directly, since Module.__getattr__ is slow."""
+    if len(slot.steps) == 1:
+        name = str(slot.steps[0][1])
+        if slot.place == manifest.PARAMETER and name in module._parameters:
+            return module._parameters[name]
+        if slot.place in (manifest.BUFFER, manifest.TRANSIENT_BUFFER) and name in module._buffers:
+            return module._buffers[name]
+    return _value(module, slot.steps)
 
 
 def _value(module: nn.Module, steps: Sequence[Step]) -> Any:
