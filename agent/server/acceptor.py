@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import errno
 import logging
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,6 @@ PER_UID = 64
 
 PAUSE_SECONDS = 1.0
 _BATCH = 32
-_SHORTAGE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Acceptor:
@@ -64,9 +62,7 @@ class Acceptor:
                 sock, _address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:
-                if error.errno not in _SHORTAGE:
-                    raise
+            except OSError as error:  # too few descriptors or too little memory
                 # The listener stays readable, so going on at once would spin and starve everybody else.
                 log.warning("cannot accept on the %s socket: %s; pausing", self._door.value, error.strerror)
                 self._loop.remove_reader(self._sock.fileno())

@@ -87,10 +87,10 @@ async def renew(agent: Agent, connection: Connection, request: Renew) -> None:
 async def inspect(agent: Agent, connection: Connection, request: Inspect) -> None:
     """Hand out a set for checking: no lease, because a check must not stand in the way of an eviction.
 
-    What was received stays mapped even if the set is dropped meanwhile. A damaged set can be inspected, a drained one
-    cannot.
+    What was received stays mapped even if the set is dropped meanwhile. A damaged set can be inspected; a drained one
+    by operators (and the agent's own check) only.
     """
-    if agent.state is not State.DEGRADED:
+    if agent.state is not State.DEGRADED and not agent.settings.may_operate(connection.peer):
         require_giving(agent)
     chosen = agent.sets.newest("target") if request.set_id is None else agent.sets.get(request.set_id)
     if chosen is None:

@@ -53,6 +53,7 @@ class Agent:
         self.changes = Changes()
         self.observers: list[Callable[[], None]] = []
         self.verifying = asyncio.Lock()
+        self.stopping = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self._announced: State | None = None
@@ -151,9 +152,8 @@ class Agent:
         if self.production is not production:
             return
         self.production = None
-        production.error = error
         if failed and error is not None:
-            self.failure = error
+            production.error = self.failure = error
             self.backoff = self.backoff.after_failure(time.monotonic())
             try:
                 markers.write(self.settings.paths.failed_marker, FailedLoad(error.code, error.message, time.time()))

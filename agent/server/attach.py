@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightcache.errors import Degraded, Drained, Empty, Mismatch, StillLoading, from_code
+from weightcache.errors import AgentUnavailable, Degraded, Drained, Empty, Mismatch, StillLoading, from_code
 from weightcache.fingerprint import CONSEQUENCES, Difference, Value, diff
 from weightcache.protocol import Attach, Attached, DonationInvited, Load, Loaded, LoadProgress, Progress
 from weightcache.server import leases, loads
@@ -29,13 +29,15 @@ _LONGEST_VALUE = 1000
 async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
     """Give out the matching set and keep the lease; or wait for one; or invite a donation; or say why not."""
     deadline = time.monotonic() + request.wait_seconds
+    may_evict = request.evict
     while True:
         require_giving(agent)
         if resident := agent.sets.find(request.role, request.fingerprint):
             return await _hand_out(agent, connection, resident)
         if (production := agent.production) is None:
             if resident := agent.sets.newest(request.role):
-                await _make_way(agent, resident, request)
+                await _make_way(agent, resident, request, may_evict)
+                may_evict = False  # what is loaded next is not evicted again, or this would go round for ever
                 continue
             if _may_donate(agent, connection, request):
                 return await _invite(agent, connection, request, agent.start("donor", request.group))
@@ -58,6 +60,8 @@ async def load(agent: Agent, connection: Connection, request: Load) -> None:
 def require_giving(agent: Agent) -> None:
     """Raise Drained or Degraded where nothing may be given out."""
     rank = agent.settings.rank
+    if agent.stopping:
+        raise AgentUnavailable(f"the agent of rank {rank} is stopping")
     if agent.drained:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(agent.drained.at))
         raise Drained(f"rank {rank} was drained by uid {agent.drained.uid} at {at} until `wcache resume`")
@@ -96,12 +100,12 @@ async def _hand_out(agent: Agent, connection: Connection, resident: ResidentSet)
         agent.end_lease(lease)
 
 
-async def _make_way(agent: Agent, resident: ResidentSet, request: Attach) -> None:
+async def _make_way(agent: Agent, resident: ResidentSet, request: Attach, may_evict: bool) -> None:
     """Drop a set that does not match, where the engine asks for it and may; else raise Mismatch."""
     differences = diff(resident.info.fingerprint, request.fingerprint)
     fields = ", ".join(d.field for d in differences)
     sentence = f"rank {agent.settings.rank} holds other weights than this engine needs ({fields})"
-    if not request.evict:
+    if not may_evict:
         raise _mismatch(sentence, differences)
     if not agent.settings.config.policy.clients_may_evict_unleased:
         raise _mismatch(f"{sentence}, and [policy] clients_may_evict_unleased is off", differences)

@@ -90,7 +90,7 @@ def bind(path: Path, mode: int, gid: int | None = None) -> Listener:
         finally:
             os.umask(mask)
         if gid is not None:
-            os.chown(path, -1, gid)
+            _give(path, gid)
         path.chmod(mode)
         # Only now can anybody connect.
         sock.listen(BACKLOG)
@@ -98,6 +98,13 @@ def bind(path: Path, mode: int, gid: int | None = None) -> Listener:
     except OSError as error:
         sock.close()
         raise WeightcacheError(f"cannot listen at {path}: {error.strerror or error}") from None
+
+
+def _give(path: Path, gid: int) -> None:
+    try:
+        os.chown(path, -1, gid)
+    except OSError as error:  # fewer may connect than was meant, which is no reason to serve nobody
+        log.warning("cannot give %s to group %d: %s", path, gid, error.strerror)
 
 
 def _clear(path: Path) -> None:

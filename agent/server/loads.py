@@ -9,7 +9,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from weightcache.errors import ConfigError, Empty, LoadFailed, from_code
+from weightcache.errors import AgentUnavailable, ConfigError, Empty, LoadFailed, from_code
 from weightcache.protocol import ErrorInfo
 from weightcache.server import vitals
 from weightcache.server.child import Child
@@ -34,6 +34,8 @@ SAMPLE_SECONDS = 5.0
 def begin(agent: Agent, group: str = "") -> Production:
     """Start loading the configured model. Raises what stands in the way: ConfigError, Empty, LoadFailed (back-off)."""
     settings = agent.settings
+    if agent.stopping:
+        raise AgentUnavailable(f"the agent of rank {settings.rank} is stopping")
     if settings.error:
         raise from_code(settings.error.code, settings.error.message)
     if settings.config.model is None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from weightcache.server.connection import Connection
     from weightcache.server.production import Production
 
+MAX_DESCRIPTION = 32 * 1024
+"""Largest description of a set without its arenas: a status packet carries several of them."""
+
 _ROLE = re.compile(r"target|draft-[0-9]{1,4}")
 
 
@@ -60,6 +63,8 @@ def _claim(agent: Agent, begin: Begin, connection: Connection) -> Production:
 def _leave(agent: Agent, production: Production, error: ErrorInfo | None) -> None:
     if production.ended.is_set():
         return
+    # This conversation ends by itself, and its last answer is still to be sent: nobody has to hang up on it.
+    production.publisher = None
     production.leave(error)
     if production.source == "donor":  # a loader's end is told by its exit status, a donor's by this alone
         agent.give_up(production, production.error, failed=False)
@@ -70,10 +75,12 @@ async def _step(agent: Agent, production: Production, connection: Connection) ->
     message, fds = await connection.receive(seconds=None, max_fds=MAX_FDS)
     if agent.production is not production or (fds and not isinstance(message, Publish)):
         agent.dispose(fds)
-        raise ProtocolError("this load is over" if not fds else "descriptors came with the wrong message")
+        _require_current(agent, production)
+        raise ProtocolError("descriptors came with the wrong message")
     match message:
         case Progress(progress):
             production.advance(progress)
+            await asyncio.sleep(0)  # a flood of reports must not keep the event loop to itself
             return True
         case Publish(info):
             await connection.send(Published(await _stage(agent, production, info, fds)))
@@ -119,6 +126,8 @@ def check(info: protocol.SetInfo, fds: tuple[int, ...], taken: list[str], backen
     """Raise ProtocolError unless the descriptors are what ``info`` says. Device memory is opaque to the agent."""
     if not _ROLE.fullmatch(info.role) or info.role in taken or info.role != info.fingerprint.role:
         raise ProtocolError(f"a set of the role {info.role[:40]!r}, which is unknown, taken or not the fingerprint's")
+    if len(protocol.encode(Publish(info))) > MAX_DESCRIPTION + 120 * len(info.arenas):
+        raise ProtocolError(f"a description of a set larger than {MAX_DESCRIPTION} bytes")
     if not info.arenas or len(fds) != 1 + len(info.arenas):
         raise ProtocolError(f"{len(fds)} descriptors for a manifest and {len(info.arenas)} arenas")
     for number, arena in enumerate(info.arenas):

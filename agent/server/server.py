@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache.errors import WeightcacheError
@@ -57,6 +58,7 @@ class Server:
             log.info("stopping")
             for acceptor in acceptors:
                 acceptor.stop()
+            agent.stopping = True
             await loads.cancel(agent, "the agent was stopped")
             for acceptor in acceptors:
                 await acceptor.close()
@@ -77,7 +79,7 @@ class Server:
             if public is None:
                 listeners[Door.PUBLIC] = listen.bind(settings.public, 0o660, settings.gid)
             else:
-                listeners[Door.PUBLIC] = listen.Listener(public, settings.public)
+                listeners[Door.PUBLIC] = listen.Listener(public, Path(public.getsockname()))
             listeners[Door.PUBLISH] = listen.bind(settings.paths.publish, publish_mode, settings.gid)
             listeners[Door.STATUS] = listen.bind(settings.paths.status, 0o660, settings.gid)
         except WeightcacheError:

@@ -214,7 +214,7 @@ def _load_rank(conversation: Conversation, mode: str, sizes: list[int], backend:
         sys.exit(1)
     if mode == "close":
         conversation.close()
-        stop_for_ever()
+        signal.pause()
     if mode == "hang":
         stop_for_ever()
     for number, role in enumerate(roles):
