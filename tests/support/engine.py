@@ -49,7 +49,7 @@ class Engine:
     """One server. ``with Engine(model, log=path) as engine: engine.generate("...")``.
 
     ``command`` is what comes before SGLang's own arguments: another launcher, for instance. ``arguments`` are added to
-    those that any engine on the CPU needs, ``environment`` to its variables. The process leads a session of its own.
+    ``base``, what any engine on the CPU needs; ``environment`` is added to its variables. The process leads a session of its own.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Engine:
         version: str = NEWEST,
         command: Sequence[str | Path] = (),
         arguments: Sequence[str] = (),
+        base: Sequence[str] = CPU_ARGUMENTS,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.port = free_port()
@@ -67,7 +68,7 @@ class Engine:
         self.argv = [
             *map(str, command or (environments().engine(version), "-m", "sglang.launch_server")),
             *("--model-path", str(model), "--port", str(self.port)),
-            *CPU_ARGUMENTS,
+            *base,
             *arguments,
         ]
         self.environment = {**engine_variables(), **(environment or {})}
@@ -109,11 +110,19 @@ class Engine:
 
     def generate(self, prompt: str, max_new_tokens: int = 16, timeout: float = 120.0) -> str:
         """The greedy continuation of ``prompt``."""
-        sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
-        status, answer = self.post("/generate", {"text": prompt, "sampling_params": sampling}, timeout)
+        return str(self._generated({"text": prompt}, {"max_new_tokens": max_new_tokens}, timeout)["text"])
+
+    def tokens(self, prompt: Sequence[int], count: int = 16, timeout: float = 120.0) -> list[int]:
+        """Exactly ``count`` greedy tokens: what to compare for random models, whose text may be empty or unreadable."""
+        sampling = {"max_new_tokens": count, "ignore_eos": True}
+        return list(map(int, self._generated({"input_ids": list(prompt)}, sampling, timeout)["output_ids"]))
+
+    def _generated(self, prompt: dict[str, Any], sampling: dict[str, Any], timeout: float) -> dict[str, Any]:
+        body = {**prompt, "sampling_params": {"temperature": 0, **sampling}}
+        status, answer = self.post("/generate", body, timeout)
         if status != 200:
             raise EngineFailed(f"/generate answered {status}: {answer}\n{self.tail()}")
-        return str(answer["text"])
+        return dict(answer)
 
     def get(self, path: str, timeout: float = 30.0) -> tuple[int, Any]:
         """Status and decoded body of a GET."""
