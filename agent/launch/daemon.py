@@ -43,7 +43,9 @@ def agents(options: Options, config: Config, given: Given, python: str) -> Agent
                 found = _start(home, options, config, given, python, backend, wanted)
     _require_model(found, given)
     _load(found, WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds)
-    found = sockets.discover(found.directory, config, given.text("device"))
+    found = sockets.discover(found.directory, config, given.text("device")).only(wanted)
+    if not found.agents:
+        raise found.missing()
     _require_model(found, given)
     return found
 
@@ -77,6 +79,10 @@ def _running(
     """The agents that already serve this launch's ranks; None if none does. Raises AgentUnavailable for only some."""
     for place in dict.fromkeys(places):
         found = sockets.discover(place, config, given.text("device"))
+        for rank, error in found.problems:
+            # Somebody listens there but is no use: a second agent could not take its place.
+            if not isinstance(error, AgentUnavailable) and any(entry.rank == rank for entry in wanted):
+                raise type(error)(f"rank {rank}: {error.message}")
         if found.backend != backend or not found.agents:
             continue
         keys = [entry.gpu if backend == "cuda" else f"rank:{entry.rank}" for entry in wanted]
@@ -88,10 +94,7 @@ def _running(
                 f"agents in {place} serve some of this launch's ranks, but none serves {', '.join(absent)}: "
                 "start those too, or stop the others"
             )
-        ranks = {entry.rank for entry in wanted} if backend == "host" else {a.rank for a in found.agents}
-        gpus = {entry.gpu for entry in wanted}
-        chosen = tuple(a for a in found.agents if a.rank in ranks and (backend == "host" or a.gpu_uuid in gpus))
-        return sockets.Agents(place, found.backend, chosen)
+        return found.only(wanted)
     return None
 
 
@@ -110,7 +113,7 @@ def _start(
         _wait_for(RankPaths(home, rank), pid, deadline)
     numbers = " ".join(map(str, pids.values()))
     say(f"the agents keep the weights after this server ends; `kill {numbers}` stops them and frees the memory")
-    found = sockets.discover(home, config, given.text("device"))
+    found = sockets.discover(home, config, given.text("device")).only(wanted)
     if not found.agents:
         raise found.missing()
     return found

@@ -7,11 +7,12 @@ import os
 import shutil
 import sys
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache import config as configuration
-from weightcache.config import Config
+from weightcache.config import Config, RankConfig
 from weightcache.engine.directive import Directive
 from weightcache.errors import ConfigError, Mismatch, UsageError, WeightcacheError
 from weightcache.launch import daemon, decisions, explain, layout, session, sockets
@@ -50,11 +51,11 @@ def _main(argv: Sequence[str]) -> int:
     launch = given(options.sglang)
     if launch.flag("help") or (options.mode == "off" and not options.explain):
         return _plain(options)
-    config = _config(options)
+    config = _config(options, options.config is not None or options.reaction == "error")
     if options.explain == "short":
         where = sockets.directory(options.runtime_dir, config)
         found = sockets.discover(where, config, launch.text("device"), activate=False)
-        return explain.explain(found, launch, refused(launch))
+        return explain.explain(_of_this_launch(found, launch, ask_driver=True), launch, refused(launch))
     python = _python(options, config)
     directive = _directive(options, config, launch, python)
     strict = options.reaction == "error"
@@ -63,9 +64,23 @@ def _main(argv: Sequence[str]) -> int:
     return session.explain(plan) if options.explain else session.serve(plan)
 
 
+def _of_this_launch(found: sockets.Agents, launch: Given, ask_driver: bool) -> sockets.Agents:
+    """The agents whose state matters to this launch. Only the driver knows its GPUs, and asking takes time."""
+    if not found.agents:
+        return found
+    try:
+        if found.backend == "host":
+            return found.only([RankConfig(rank) for rank in layout.ranks(launch)])
+        if ask_driver:
+            return found.only(layout.rank_configs(launch)[1])
+        return found if len(found.agents) == len(layout.ranks(launch)) else replace(found, agents=())
+    except WeightcacheError:
+        return found
+
+
 def _plain(options: Options) -> int:
     """Become plain SGLang, with nothing added."""
-    python = options.python or _python(options, Config())
+    python = _python(options, Config() if options.python else _config(options, strict=False))
     command = [python, "-m", "sglang.launch_server", *options.sglang]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -82,11 +97,11 @@ def _local_ranks(launch: Given) -> int:
         return 1  # SGLang will say what is wrong
 
 
-def _config(options: Options) -> Config:
+def _config(options: Options, strict: bool) -> Config:
     try:
         return configuration.load(options.config)
     except ConfigError as error:
-        if options.config is not None or options.reaction == "error":
+        if strict:
             raise
         # The configuration is the agents'; an engine that may load from disk starts without it.
         say(f"{error.message}; going on with the defaults")
@@ -125,7 +140,7 @@ def _directive(options: Options, config: Config, launch: Given, python: str) -> 
     if from_disk:
         say(f"{from_disk}: the weights will be loaded from disk")
     elif options.mode == "client":
-        for sentence in explain.early(found, launch):
+        for sentence in explain.early(_of_this_launch(found, launch, ask_driver=False), launch):
             say(sentence)
     return Directive(
         purpose="engine",

@@ -18,9 +18,10 @@ from weightcache.launch.waiting import parallel
 from weightcache.paths import RankPaths
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from weightcache.config import Config
+    from weightcache.config import Config, RankConfig
 
 Backend = Literal["host", "cuda"]
 STATUS_TIMEOUT = 2.0
@@ -55,6 +56,14 @@ class Agents:
         if self.backend == "cuda":
             return {agent.gpu_uuid: str(agent.path) for agent in self.agents if agent.gpu_uuid}
         return {f"rank:{agent.rank}": str(agent.path) for agent in self.agents}
+
+    def only(self, ranks: Sequence[RankConfig]) -> Agents:
+        """Those that serve ``ranks``, by GPU on the cuda backend, else by number."""
+        gpus, numbers = {entry.gpu for entry in ranks}, {entry.rank for entry in ranks}
+        cuda = self.backend == "cuda"
+        agents = tuple(a for a in self.agents if (a.gpu_uuid in gpus if cuda else a.rank in numbers))
+        problems = tuple(entry for entry in self.problems if cuda or entry[0] in numbers)
+        return replace(self, agents=agents, problems=problems)
 
     def missing(self) -> WeightcacheError:
         """Why there is no agent at all."""

@@ -334,3 +334,30 @@ def test_reports_of_garbage_are_dropped(launcher, agent):
     assert process.returncode == 0
     assert err.count("\n") == 1
     assert eventually(lambda: not Path(told.report).exists())
+
+
+def test_agents_of_other_launches_are_no_news(launcher, agent):
+    agent(0)
+    agent(1, sets=(set_status(fingerprint=replace(FINGERPRINT, dtype="float16")),))
+    launcher.script(*GOOD)
+    arguments = ["--model-path", "m", "--device", "cpu", "--dtype", "bfloat16"]
+    assert launcher.run(*arguments)[2].count("\n") == 1
+    assert launcher.run("--wcache-explain", *arguments)[0] == 0
+    assert "rank 1" in launcher.run(*arguments, "--tp", "2")[2]
+
+
+def test_an_agent_of_another_protocol_is_named(launcher, agent, monkeypatch):
+    agent()
+    launcher.script(*GOOD)
+    monkeypatch.setattr(transport, "send_packet", _older(transport.send_packet))
+    assert "speaks protocol 0" in launcher.run("--model-path", "m")[2]
+    assert "speaks protocol 0" in directive.read(launcher.runs[0]["env"]).from_disk
+    assert launcher.run("--wcache-on-mismatch", "error", "--model-path", "m")[0] == 76
+    assert launcher.run("--weight-cache-mode", "daemon", "--model-path", "m", "--device", "cpu")[0] == 76
+
+
+def _older(send):
+    def older(sock, data, fds=()):
+        send(sock, data.replace(b'"protocol": 1', b'"protocol": 0', 1), fds)
+
+    return older
