@@ -31,7 +31,7 @@ class Door(enum.Enum):
     PUBLISH = "publish"
 
 
-class PeerLeft(Exception):  # noqa: N818 - an event rather than an error
+class PeerLeft(Exception):
     """The connection is over: closed, reset, or the peer does not read or write in time."""
 
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from weightcache.errors import AgentUnavailable, ConfigError, Empty, LoadFailed, from_code
+from weightcache.errors import AgentUnavailable, Empty, LoadFailed, from_code
 from weightcache.protocol import ErrorInfo
 from weightcache.server import vitals
 from weightcache.server.child import Child
@@ -40,8 +40,6 @@ def begin(agent: Agent, group: str = "") -> Production:
         raise from_code(settings.error.code, settings.error.message)
     if settings.config.model is None:
         raise Empty(f"rank {settings.rank} holds no weights, and no [model] is configured that it could load")
-    if not settings.config.loader.command:
-        raise ConfigError("[loader] command is not set")
     left = agent.backoff.left(time.monotonic())
     if left and agent.failure:
         raise LoadFailed(f"the last load failed, the next try is allowed in {left:.0f} s: {agent.failure.message}")

@@ -76,8 +76,6 @@ def resolve(options: Options) -> Settings:
         problems.append(f"{_name(chosen)}: no [[rank]] table has rank = {options.rank}")
     gid = _group(chosen, problems)
     publishers = _users(chosen, problems)
-    if chosen.model and not chosen.loader.command:
-        problems.append(f"{_name(chosen)}: [model] is set, but [loader] command is not, so nothing can load it")
     directory = options.runtime_dir or chosen.agent.runtime_dir or paths.runtime_dir()
     places = paths.RankPaths(directory.absolute(), options.rank)
     return Settings(

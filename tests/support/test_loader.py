@@ -42,7 +42,8 @@ MODES = {
     "exit": "say something and exit with status 3 before connecting",
     "abort": "send Abort with code checkpoint at half of the load",
     "close": "close the connection at half of the load and live on",
-    "hang": "stop for ever at half of the load and ignore SIGTERM",
+    "hang": "stop for ever at half of the load",
+    "deaf": "the same, and ignore SIGTERM",
     "flood": "write a lot of output, then go on",
     "linger": "stay for ever after the commit",
     "leave-child": "leave a child in the background when ending",
@@ -169,9 +170,10 @@ def reach(name: str, conversation: Conversation | None = None) -> None:
     os.close(fifo)
 
 
-def stop_for_ever() -> NoReturn:
-    """Do nothing at all, not even on SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def stop_for_ever(deaf: bool = False) -> NoReturn:
+    """Do nothing at all; not even end on SIGTERM, if ``deaf``."""
+    if deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
         signal.pause()
 
@@ -214,9 +216,9 @@ def _load_rank(conversation: Conversation, mode: str, sizes: list[int], backend:
         sys.exit(1)
     if mode == "close":
         conversation.close()
-        signal.pause()
-    if mode == "hang":
         stop_for_ever()
+    if mode in ("hang", "deaf"):
+        stop_for_ever(deaf=mode == "deaf")
     for number, role in enumerate(roles):
         publish(conversation, make(fingerprint(**(changes | {"role": role})), sizes, seed + number, mode))
         conversation.send(protocol.Progress(LoadProgress("publishing", (number + 1) * sum(sizes), total, 0.2)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -54,7 +54,7 @@ class Held:
         self.fds = ()
         self.conversation.close()
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -215,15 +215,23 @@ class Agent:
         return held
 
     def fds(self) -> int:
-        """How many descriptors the agent has open."""
+        """How many descriptors the agent has open when it has come to rest: no child, no connection about to close."""
+        seen: list[int] = []
+        eventually(lambda: self._at_rest(seen), what=f"the agent does not come to rest: {seen[-10:]}")
+        return seen[-1]
+
+    def _at_rest(self, seen: list[int]) -> bool:
         try:
-            return len(os.listdir(f"/proc/{self.pid}/fd"))
+            seen.append(len(list(Path(f"/proc/{self.pid}/fd").iterdir())))
         except PermissionError:
             pytest.skip("an agent that is not dumpable shows its descriptors to root only")
+        childless = not Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
+        return childless and len(seen) > 5 and len(set(seen[-5:])) == 1
 
     def await_fds(self, count: int) -> None:
         """Wait until the agent has ``count`` descriptors again."""
-        eventually(lambda: self.fds() == count, what=f"{self.fds()} descriptors instead of {count}")
+        found = self.fds()
+        assert found == count, f"{found} descriptors instead of {count}"
 
     # -- gates -----------------------------------------------------------------------------------------------------
 
@@ -250,6 +258,14 @@ def donation(agent: Agent, token: str) -> Iterator[Conversation]:
     with Conversation(agent.paths.publish) as conversation:
         conversation.request(protocol.Begin("donor", "g", token), protocol.Accepted)
         yield conversation
+
+
+def outcome(conversation: Conversation) -> tuple[protocol.Message, tuple[int, ...]]:
+    """The first answer that is no progress report."""
+    while True:
+        message, fds = conversation.receive(SECONDS, transport.MAX_FDS)
+        if not isinstance(message, protocol.Progress):
+            return message, fds
 
 
 def contents(held: Held) -> list[bytes]:

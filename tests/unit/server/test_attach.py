@@ -11,8 +11,8 @@ import pytest
 
 from tests.support import test_loader
 from tests.support.test_loader import fingerprint
-from tests.unit.server.harness import LOADER, PYTHON, Agent, contents, eventually
-from weightcache import protocol
+from tests.unit.server.harness import LOADER, PYTHON, Agent, contents, eventually, outcome
+from weightcache import protocol, transport
 from weightcache.errors import (
     ConfigError,
     Empty,
@@ -74,9 +74,9 @@ def test_two_engines_that_wait_for_the_same_load(agent: Agent) -> None:
             assert message.progress.bytes_done == 65536
         agent.open("loading")
         for conversation in (a, b):
-            while isinstance(message := conversation.receive(max_fds=3)[0], protocol.Progress):
-                pass
+            message, fds = outcome(conversation)
             assert isinstance(message, protocol.Attached)
+            transport.close_all(fds)
 
 
 def test_mismatch_names_the_fields_and_their_consequences(agent: Agent) -> None:
@@ -159,14 +159,14 @@ def test_a_broken_configuration_is_a_state(agent: Agent) -> None:
 def test_a_failed_load_is_told_and_then_spaced_out(agent: Agent) -> None:
     agent.configure({"WCTEST_MODE": "exit"})
     agent.start()
-    with pytest.raises(LoadFailed, match="ended with status 3.*cannot find the weights"):
+    with pytest.raises(LoadFailed, match=r"ended with status 3.*cannot find the weights"):
         agent.attach()
     status = agent.status()
     assert status.state == "failed"
     assert status.error is not None
     assert status.error.code == "load-failed"
     started = time.monotonic()
-    with pytest.raises(LoadFailed, match="next try.*cannot find the weights"):
+    with pytest.raises(LoadFailed, match=r"next try.*cannot find the weights"):
         agent.attach()
     with pytest.raises(LoadFailed, match="next try"):
         agent.load()
