@@ -1,0 +1,273 @@
+"""What the GPU tests start and measure: agents, engines through ``wcache-launch``, and memory as the driver sees it.
+
+On a GPU machine everything runs under one interpreter that has SGLang, torch and weightcache. With
+``WEIGHTCACHE_RIG=host`` the same story runs on the CPU with a small model: a dry run of the script, not of the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.engine import CPU_ARGUMENTS, Engine
+from tests.support.environments import SHIM
+
+PROMPTS = ([5, 17, 99, 1234, 7], [42, 11, 300, 8], [100, 200, 300, 400, 500, 600])
+TOKENS = 24
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The kind of machine."""
+
+    backend: str
+    model: Path
+    base: tuple[str, ...]
+    fast: tuple[str, ...]
+    """Options that shorten a start where graphs do not matter."""
+
+
+def profile() -> Profile:
+    """From the environment: WEIGHTCACHE_RIG (cuda or host), WEIGHTCACHE_MODEL (a checkpoint)."""
+    model = Path(os.environ.get("WEIGHTCACHE_MODEL", ""))
+    if os.environ.get("WEIGHTCACHE_RIG") == "host":
+        return Profile("host", model, CPU_ARGUMENTS, ())
+    base = (
+        *("--attention-backend", "triton"),
+        *("--sampling-backend", "pytorch"),
+        *("--grammar-backend", "none"),
+        *("--cuda-graph-max-bs-decode", "4"),
+        *("--mem-fraction-static", "0.35"),
+    )
+    return Profile("cuda", model, base, ("--disable-prefill-cuda-graph",))
+
+
+@dataclass(slots=True)
+class Figures:
+    """Numbers by name, in the order they were measured; written to $WEIGHTCACHE_FIGURES and printed at the end."""
+
+    rows: dict[str, Any] = field(default_factory=dict)
+
+    def note(self, name: str, value: Any) -> None:
+        self.rows[name] = value
+        print(f"FIGURE {name}: {value}", flush=True)
+        if path := os.environ.get("WEIGHTCACHE_FIGURES"):
+            Path(path).write_text(json.dumps(self.rows, indent=1))
+
+
+def device_used() -> int:
+    """Bytes in use on GPU 0 (all processes), or 0 without one."""
+    if profile().backend == "host":
+        return 0
+    import pynvml
+
+    pynvml.nvmlInit()
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+
+
+def process_used() -> dict[int, int]:
+    """GPU 0's memory by process, in bytes."""
+    if profile().backend == "host":
+        return {}
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    return {p.pid: int(p.usedGpuMemory or 0) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+
+
+def gpu_uuid() -> str:
+    """The UUID of GPU 0, as nvidia-smi prints it."""
+    out = subprocess.run(
+        ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True, check=True
+    ).stdout
+    return out.split()[0]
+
+
+class PeakWatch:
+    """The highest device use while a block runs, sampled every few milliseconds by a thread."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.004):
+            self.peak = max(self.peak, device_used())
+
+    def __enter__(self) -> PeakWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+
+class Agent:
+    """The real agent of rank 0."""
+
+    def __init__(self, directory: Path, *, model: bool, policy: str = "") -> None:
+        self.directory = directory
+        self.config = directory / "weightcache.toml"
+        rig = profile()
+        arguments = ["--model-path", str(rig.model), *rig.base] if model else []
+        gpu = f'gpu = "{gpu_uuid()}"\n' if rig.backend == "cuda" else ""
+        text = f'[agent]\nruntime_dir = "{directory}"\n[loader]\ncommand = {json.dumps([sys.executable, "-m", "weightcache.loader"])}\n'
+        text += f"[model]\narguments = {json.dumps(arguments)}\n" if model else ""
+        text += f'[memory]\nbackend = "{rig.backend}"\n{policy}[[rank]]\nrank = 0\n{gpu}'
+        self.config.write_text(text)
+        self.log = directory / "agent.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Agent:
+        # -S and an explicit path: the resident part is what a distribution's interpreter without site packages runs.
+        code = f"import sys; sys.path.insert(0, {str(package_parent())!r}); from weightcache.server.__main__ import main; sys.exit(main())"
+        argv = [os.environ.get("WEIGHTCACHE_AGENT_PYTHON", sys.executable), "-I", "-S", "-c", code]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*argv, "--rank", "0", "--config", str(self.config)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables(),
+            )  # fmt: skip
+        wait_for(lambda: (self.directory / "0.status.sock").exists(), 20, "the agent's status socket")
+        return self
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def status(self) -> dict[str, Any]:
+        out = wcache(self, "status", "--json", check=False).stdout
+        return dict(json.loads(out)["ranks"][0])
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(timeout=10)
+
+    def stop(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(timeout=30)
+
+    def leases(self) -> list[int]:
+        return [lease["pid"] for entry in self.status()["sets"] for lease in entry["leases"]]
+
+
+def package_parent() -> Path:
+    """The folder that holds the package under its import name."""
+    import weightcache
+
+    return Path(weightcache.__file__).parent.parent
+
+
+def variables() -> dict[str, str]:
+    """The environment of what the rig starts."""
+    found = {k: v for k, v in os.environ.items() if not k.startswith(("WEIGHTCACHE_RUNTIME", "PYTEST_"))}
+    paths = [str(SHIM)] if profile().backend == "host" else []
+    found["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    found |= {"PYTHONUNBUFFERED": "1", "SGLANG_DISABLE_TELEMETRY": "1"}
+    return found
+
+
+def wcache(agent: Agent, *arguments: str, check: bool = True, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """Run ``wcache`` against ``agent``."""
+    argv = [sys.executable, "-m", "weightcache.cli", "--config", str(agent.config), *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, check=check, timeout=timeout, env=variables())
+
+
+def engine(log: Path, *options: str, directory: Path | None = None, extra: Sequence[str] = ()) -> Engine:
+    """An engine through ``wcache-launch`` with ``options`` of the launcher and ``extra`` options of SGLang."""
+    command = [sys.executable, "-m", "weightcache.launch", *options]
+    if directory is not None:
+        command += ["--wcache-runtime-dir", str(directory)]
+    rig = profile()
+    made = Engine(rig.model, log=log, command=command, base=rig.base, arguments=extra)
+    made.environment = variables()
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """How long a start took: seconds from the command to the first greedy token, and to the server's answer."""
+
+    ready: float
+    first_token: float
+
+
+@contextlib.contextmanager
+def serving(made: Engine, timeout: float = 400) -> Iterator[Started]:
+    """Start ``made``, wait for its first token, stop it afterwards."""
+    begin = time.monotonic()
+    try:
+        made.start().wait_ready(timeout)
+        ready = time.monotonic() - begin
+        made.tokens([5, 17, 99], 1)
+        yield Started(round(ready, 2), round(time.monotonic() - begin, 2))
+    except BaseException:
+        print(made.tail(60), flush=True)
+        raise
+    finally:
+        made.stop()
+
+
+def answers(made: Engine) -> list[list[int]]:
+    """Greedy tokens for the fixed prompts."""
+    return [made.tokens(prompt, TOKENS) for prompt in PROMPTS]
+
+
+def pool_tokens(made: Engine) -> int:
+    """Tokens that the KV pool holds."""
+    for path in ("/server_info", "/get_server_info"):
+        status, body = made.get(path)
+        if status == 200:
+            return int(body["max_total_num_tokens"])
+    raise AssertionError("the server does not say how many tokens its pool holds")
+
+
+def reserved_bytes(made: Engine) -> int:
+    """Weight memory as SGLang measured it around the load ("mem usage=… GB"), in bytes."""
+    found = re.findall(r"Load weight end.*mem usage=([0-9.]+) GB", made.text())
+    return int(float(found[-1]) * 2**30) if found else 0
+
+
+def milliseconds(made: Engine) -> dict[str, float]:
+    """The steps of the attach, from the decision that the engine logs."""
+    found = re.findall(r"weightcache: Decision\(.*?milliseconds=(\{[^}]*\})", made.text())
+    return dict(json.loads(found[-1].replace("'", '"'))) if found else {}
+
+
+def launcher_line(made: Engine) -> str:
+    """The launcher's sentence about rank 0."""
+    return next((line for line in made.text().splitlines() if "rank 0:" in line), "")
+
+
+def family_rss(pid: int) -> int:
+    """Resident bytes of a process and its descendants."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(process.memory_info().rss for process in processes)
+
+
+def wait_for(condition: Any, seconds: float, what: str) -> None:
+    """Poll until ``condition()`` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds} s for {what}")
+        time.sleep(0.02)

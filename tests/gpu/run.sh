@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, on a machine with Python 3.12, torch 2.11 and no network:
+#
+#   tests/gpu/run.sh setup BUNDLE        unpack SGLang (tests/gpu/bundle.sh made it), link weightcache, write a 16.4 GB model
+#   tests/gpu/run.sh warm                one plain start: fills Triton's and torch's caches, so that later starts compare
+#   tests/gpu/run.sh memory [PYTEST...]  shared memory alone
+#   tests/gpu/run.sh story [PYTEST...]   load, attach, survive, donate, with SGLang
+#   tests/gpu/run.sh own                 SGLang's own weight cache on the same model, for comparison
+#
+# Logs and figures go to $LOGS (default /tmp/weightcache-gpu). Steps can run one after the other in several calls.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export LOGS=${LOGS:-/tmp/weightcache-gpu} WEIGHTCACHE_MODEL=${WEIGHTCACHE_MODEL:-/tmp/weightcache-model}
+export PYTHONPATH=/tmp/weightcache-link:/tmp/site312:$here PYTHONUNBUFFERED=1 SGLANG_DISABLE_TELEMETRY=1
+export WEIGHTCACHE_FIGURES=$LOGS/figures.json
+mkdir -p "$LOGS"
+cd "$here"
+
+setup() {
+    python3 -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall('/tmp', filter='fully_trusted')" "$1" &
+    [[ -f $WEIGHTCACHE_MODEL/config.json ]] || PYTHONPATH=$here python3 -m tests.models.make_large "$WEIGHTCACHE_MODEL" &
+    wait
+    python3 tests/env/link.py "$here" /tmp/weightcache-link
+    python3 -m weightcache.loader doctor --backend cuda || true
+}
+
+warm() {
+    WEIGHTCACHE_FIGURES='' python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_engine.py -k warm
+}
+
+case ${1:-} in
+    setup) setup "$2" ;;
+    warm) warm ;;
+    memory) python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_memory.py "${@:2}" ;;
+    story) python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_engine.py -k "not warm" "${@:2}" ;;
+    own) python3 -m tests.bench.own_cache "$LOGS" ;;
+    *) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
+esac
