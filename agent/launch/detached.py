@@ -36,7 +36,8 @@ def log_file(where: RankPaths) -> Path:
 def start(where: RankPaths, config: Path) -> int:
     """Start the agent of one rank and return its process number. Raises AgentUnavailable."""
     command = [sys.executable, "-m", "weightcache.server", "--rank", str(where.rank), "--config", str(config)]
-    command += ["--runtime-dir", str(where.directory), "--load"]
+    # No --load: the launcher asks for the load itself, and so hears the answer of exactly that load.
+    command += ["--runtime-dir", str(where.directory)]
     log = os.open(log_file(where), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         done = subprocess.run(
