@@ -9,13 +9,16 @@ is how tied weights and shared modules stay one object. Rows travel as JSON arra
     tensor    storage, offset, shape, stride, dtype, kind, cls, requires_grad, attributes
     module    paths, cls, external                        external: the same object in another set ("target:PATH")
     slot      module, place, steps, tensor, external
-    removed   module, place, name                         exists after construction, gone after loading
+    removed   module, place, name, none                   exists after construction, gone (or None) after loading
+    container module, steps, kind, keys                   list, tuple, dict or set that loading made or resized
     scalar    module, steps, value                        changed by loading
+    names     module, place, names                        the order of names, where loading changed it
 """
 
 from __future__ import annotations
 
 import base64
+import builtins
 import json
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
@@ -37,7 +40,7 @@ Step = tuple[str, str | int]
 """One step from a module to a value: ("attr", name), ("item", index) or ("key", key)."""
 
 Scalar = bool | int | float | str | None | tuple[str, str]
-"""A plain value, or ("dtype", name)."""
+"""A plain value, ("dtype", name) or ("enum", "CLASS:NAME")."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,16 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
+class Container:
+    """A container that loading made or resized: its qualified class and its keys, positions or (of a set) items."""
+
+    module: int
+    steps: tuple[Step, ...]
+    kind: str
+    keys: tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChangedScalar:
     """A plain value on a module or one of its helper objects that loading changed."""
 
@@ -111,17 +124,28 @@ class ChangedScalar:
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """All names of one table of a module in their order, None values included, where construction gives another."""
+
+    module: int
+    place: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The whole set. ``bytes`` is the used length of its range."""
 
     bytes: int
     storages: tuple[Storage, ...]
-    inline: tuple[bytes, ...]
+    inline: tuple[builtins.bytes, ...]
     tensors: tuple[Tensor, ...]
     modules: tuple[Module, ...]
     slots: tuple[Slot, ...]
     removed: tuple[Removed, ...]
     scalars: tuple[ChangedScalar, ...]
+    containers: tuple[Container, ...] = ()
+    names: tuple[Names, ...] = ()
 
     @property
     def private_bytes(self) -> int:
@@ -137,7 +161,14 @@ _TABLES: dict[str, type] = {
     "slots": Slot,
     "removed": Removed,
     "scalars": ChangedScalar,
+    "containers": Container,
+    "names": Names,
 }
+
+
+def is_reserved(name: str) -> bool:
+    """Whether ``name`` belongs to Python itself (``__class__``, ``__dict__``): no step may lead through it."""
+    return name.startswith("__") and name.endswith("__")
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -152,19 +183,22 @@ def encode(manifest: Manifest) -> bytes:
 def decode(data: bytes) -> Manifest:
     """Parse and check a manifest: types, ranges and every reference. Raises ProtocolError."""
     try:
-        body = json.loads(data)
-        if body.get("schema") != SCHEMA:
-            raise ProtocolError(f"a manifest of schema {body.get('schema')!r}; this version reads {SCHEMA}")
-        manifest = Manifest(
-            bytes=_of(int, body["bytes"]),
-            inline=tuple(base64.b64decode(value, validate=True) for value in body["inline"]),
-            **{name: tuple([_ROWS[cls](row) for row in body[name]]) for name, cls in _TABLES.items()},
-        )
-        _check(manifest)
+        return _parsed(json.loads(data))
     except ProtocolError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise ProtocolError(f"a malformed manifest: {type(error).__name__}: {error}") from None
+
+
+def _parsed(body: Any) -> Manifest:
+    if body.get("schema") != SCHEMA:
+        raise ProtocolError(f"a manifest of schema {body.get('schema')!r}; this version reads {SCHEMA}")
+    manifest = Manifest(
+        bytes=_of(int, body["bytes"]),
+        inline=tuple(base64.b64decode(value, validate=True) for value in body["inline"]),
+        **{name: tuple([_ROWS[cls](row) for row in body[name]]) for name, cls in _TABLES.items()},
+    )
+    _check(manifest)
     return manifest
 
 
@@ -193,10 +227,13 @@ def _tensor(row: Any) -> Tensor:
     )
 
 
+_STEP_TYPES: dict[str, tuple[type, ...]] = {"attr": (str,), "item": (int,), "key": (str, int)}
+
+
 def _steps(value: Any) -> tuple[Step, ...]:
     steps = []
     for kind, step in value:
-        if kind not in ("attr", "item", "key") or type(step) not in ((int,) if kind == "item" else (str, int)):
+        if type(step) not in _STEP_TYPES.get(kind, ()) or (kind == "attr" and is_reserved(step)):
             raise ValueError(f"an unknown step {kind!r} {step!r}")
         steps.append((kind, step))
     return tuple(steps)
@@ -205,12 +242,18 @@ def _steps(value: Any) -> tuple[Step, ...]:
 def _scalar(value: Any) -> Scalar:
     if isinstance(value, list):
         kind, name = value
-        if kind != "dtype":
+        if kind not in ("dtype", "enum"):
             raise ValueError(f"an unknown kind of value {kind!r}")
-        return ("dtype", _of(str, name))
+        return (kind, _of(str, name))
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a value that is no scalar: {value!r}")
+
+
+def _key(value: Any) -> str | int:
+    if type(value) is str or type(value) is int:
+        return value
+    raise TypeError(f"a key that is neither text nor a number: {value!r}")
 
 
 _ROWS: dict[type, Callable[[Any], Any]] = {
@@ -219,14 +262,23 @@ _ROWS: dict[type, Callable[[Any], Any]] = {
     Module: lambda r: Module(_all(str, r[0]), _of(str, r[1]), _of(str, r[2])),
     Slot: lambda r: Slot(_of(int, r[0]), _of(str, r[1]), _steps(r[2]), _of(int, r[3]), _of(str, r[4])),
     Removed: lambda r: Removed(_of(int, r[0]), _of(str, r[1]), _of(str, r[2]), _of(bool, r[3])),
+    Container: lambda r: Container(_of(int, r[0]), _steps(r[1]), _of(str, r[2]), tuple(map(_key, r[3]))),
     ChangedScalar: lambda r: ChangedScalar(_of(int, r[0]), _steps(r[1]), _scalar(r[2])),
+    Names: lambda r: Names(_of(int, r[0]), _of(str, r[1]), _all(str, r[2])),
 }  # fmt: skip
 
 
 def _check(manifest: Manifest) -> None:
     """Every reference resolves and every storage lies inside the range, so that a reader never leaves its mapping."""
+    if manifest.bytes < 0:
+        raise ValueError(f"a set of {manifest.bytes} bytes")
     for storage in manifest.storages:
-        if storage.offset < 0 or storage.bytes < 0 or storage.offset + storage.bytes > manifest.bytes:
+        if (
+            storage.offset % ALIGNMENT
+            or storage.offset < 0
+            or storage.bytes < 0
+            or storage.offset + storage.bytes > manifest.bytes
+        ):
             raise ValueError(f"a storage outside the set: {storage}")
     for tensor in manifest.tensors:
         if not -len(manifest.inline) <= tensor.storage < len(manifest.storages):
@@ -238,9 +290,17 @@ def _check(manifest: Manifest) -> None:
     for module in manifest.modules:
         if not module.paths:
             raise ValueError("a module without a path")
-    for row in (*manifest.slots, *manifest.removed, *manifest.scalars):
-        if not 0 <= row.module < len(manifest.modules):
-            raise ValueError(f"a row without module: {row}")
+    placed = (manifest.slots, manifest.removed, manifest.scalars, manifest.containers, manifest.names)
+    if any(not 0 <= row.module < len(manifest.modules) for rows in placed for row in rows):
+        raise ValueError("a row without module")
+    for removed in manifest.removed:
+        if removed.place not in (PARAMETER, BUFFER, ATTRIBUTE) or is_reserved(removed.name):
+            raise ValueError(f"an unknown name: {removed}")
+    for names in manifest.names:
+        if names.place not in (PARAMETER, BUFFER) or any(map(is_reserved, names.names)):
+            raise ValueError(f"unknown names: {names}")
+    if not all(row.steps for row in manifest.scalars) or not all(row.steps for row in manifest.containers):
+        raise ValueError("a value without steps")
     for slot in manifest.slots:
         if slot.place not in PLACES or not slot.steps:
             raise ValueError(f"an unknown place {slot.place!r}")

@@ -66,7 +66,7 @@ def load_observed(
     adapter.count_weights(inner, count)
     started = time.monotonic()
     publication.progress("loading", 0, total, force=True)
-    with adapter.after_construction(lambda model: walks.append(walk(model))):
+    with adapter.after_construction(lambda model: walks.append(walk(model).without_tensors())):
         model = load()
     if len(walks) != 1:
         raise WeightcacheError(f"the loader constructed {len(walks)} models where one was expected")

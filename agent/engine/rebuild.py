@@ -6,8 +6,11 @@ read-only mapping, private ones are copied. Identity is kept: one row is one obj
 
 from __future__ import annotations
 
+import enum
 import functools
-from collections.abc import Mapping, Sequence
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch import nn
 
 from weightcache import manifest
 from weightcache.errors import AttachFailed
-from weightcache.loader.export import class_name
+from weightcache.loader.walk import MODULE_INTERNALS, class_name
 from weightcache.manifest import Manifest, Step
 from weightcache.memory.views import dtype_of, extent, view
 
@@ -39,7 +42,7 @@ def rebuild(
     """
     try:
         return _Builder(model, body, base, others or {}).run()
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError, OverflowError) as error:
         raise AttachFailed(f"the model does not fit the manifest: {type(error).__name__}: {error}") from error
 
 
@@ -56,15 +59,21 @@ class _Builder:
 
     def run(self) -> Rebuilt:
         self._resolve_modules()
+        for container in self.body.containers:
+            self._contain(container)
         for slot in self.body.slots:
             self._fill(slot)
         for row in self.body.removed:
             self._remove(row)
         for scalar in self.body.scalars:
-            value = dtype_of(scalar.value[1]) if isinstance(scalar.value, tuple) else scalar.value
-            self._assign(self.modules[scalar.module], scalar.steps, value)
+            module = self.modules[scalar.module]
+            self._assign(module, scalar.steps, _scalar(scalar.value, module, scalar.steps))
+        for names in self.body.names:
+            self._order(names)
         self._nothing_left_on_meta()
-        paths = {path: module for row, module in zip(self.body.modules, self.modules, strict=True) for path in row.paths}
+        paths = {
+            path: module for row, module in zip(self.body.modules, self.modules, strict=True) for path in row.paths
+        }
         return Rebuilt(tuple(self.modules), paths, tuple(self.tensors))
 
     def _resolve_modules(self) -> None:
@@ -113,7 +122,7 @@ class _Builder:
     def _external_tensor(self, reference: str) -> torch.Tensor:
         role, _, index = reference.partition(":")
         tensors = self.others[role].tensors if role in self.others else ()
-        tensor = tensors[int(index)] if int(index) < len(tensors) else None
+        tensor = tensors[int(index)] if 0 <= int(index) < len(tensors) else None
         if tensor is None:
             raise AttachFailed(f"this set needs tensor {index} of the set {role!r}, which is not attached")
         return tensor
@@ -121,13 +130,14 @@ class _Builder:
     def _fill(self, slot: manifest.Slot) -> None:
         module = self.modules[slot.module]
         name = str(slot.steps[0][1])
+        _check_name(name)
         old = _held(module, slot)
         tensor = self._external_tensor(slot.external) if slot.external else self._tensor(slot.tensor, old)
         if len(slot.steps) > 1 or slot.place == manifest.ATTRIBUTE:
             self._assign(module, slot.steps, tensor)
         elif slot.place == manifest.PARAMETER:
             _clear(module, name, keep=module._parameters)
-            module._parameters[name] = tensor  # type: ignore[assignment]
+            module._parameters[name] = tensor
         else:
             _clear(module, name, keep=module._buffers)
             module._buffers[name] = tensor
@@ -145,10 +155,12 @@ class _Builder:
             cls = _parameter_class(row.cls, old)
             tensor: torch.Tensor = torch.Tensor._make_subclass(cls, data, row.requires_grad)
         else:
-            tensor = data
+            tensor = data.requires_grad_() if row.requires_grad else data
         for name in row.attributes:
             if not hasattr(old, name):
-                raise AttachFailed(f"a tensor of the set carries the attribute {name!r}, which this model does not make")
+                raise AttachFailed(
+                    f"a tensor of the set carries the attribute {name!r}, which this model does not make"
+                )
             setattr(tensor, name, getattr(old, name))
         self.tensors[index] = tensor
         return tensor
@@ -157,7 +169,7 @@ class _Builder:
         dtype = dtype_of(row.dtype)
         if row.storage < 0:
             raw = bytearray(self.body.inline[-row.storage - 1])
-            flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+            flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
             return view(flat.clone(), 0, row.shape, row.stride, dtype)
         storage = self.body.storages[row.storage]
         if not storage.shared:
@@ -180,26 +192,64 @@ class _Builder:
             # A tuple cannot be changed in place: make the new one and put it where the old one was.
             items = list(holder)
             items[int(steps[-1][1])] = value
-            new = type(holder)(*items) if hasattr(holder, "_fields") else tuple(items)
+            new = type(holder)(*items) if hasattr(holder, "_fields") else type(holder)(items)
             self._assign(module, steps[:-1], new)
             return
         kind, step = steps[-1]
         if kind == "attr":
             if isinstance(holder, nn.Module):
+                _check_name(str(step), allowed="training")
                 _clear(holder, str(step), keep=vars(holder))
                 vars(holder)[str(step)] = value
             else:
                 object.__setattr__(holder, str(step), value)
-        elif isinstance(holder, list | dict):
-            holder[step] = value
+        elif isinstance(holder, list | dict | deque):
+            holder[step] = value  # type: ignore[index]
         else:
             raise AttachFailed(f"cannot place a value inside a {class_name(type(holder))}")
+
+    def _contain(self, row: manifest.Container) -> None:
+        """Make a container, or give the one that is there other keys; what it keeps stays the same object."""
+        module = self.modules[row.module]
+        old = _value(module, row.steps)
+        held = old if class_name(type(old)) == row.kind else None
+        kept: dict[Any, Any] = {}
+        if isinstance(held, dict):
+            kept = dict(held)
+        elif isinstance(old, list | tuple | deque):
+            kept = dict(enumerate(old))
+        items = [(key, kept.get(key)) for key in row.keys]
+        if isinstance(held, dict):
+            held.clear()
+            held.update(items)
+        elif isinstance(held, list | deque):
+            held.clear()
+            held.extend(value for _, value in items)
+        elif isinstance(held, set):
+            held.clear()
+            held.update(row.keys)
+        elif row.kind in _MAKERS:
+            self._assign(module, row.steps, _MAKERS[row.kind](items))
+        else:
+            raise AttachFailed(f"cannot make a {row.kind}")
+
+    def _order(self, row: manifest.Names) -> None:
+        module = self.modules[row.module]
+        table: Any = module._parameters if row.place == manifest.PARAMETER else module._buffers
+        named = {name: table.get(name) for name in row.names}
+        for name, value in named.items():
+            _check_name(name)
+            if value is None:
+                _clear(module, name, keep=table)
+        table.clear()
+        table.update(named)
 
     def _remove(self, row: manifest.Removed) -> None:
         module = self.modules[row.module]
         table: Any = {manifest.PARAMETER: module._parameters, manifest.BUFFER: module._buffers}.get(
             row.place, vars(module)
         )
+        _check_name(row.name)
         if row.none:
             table[row.name] = None
         elif row.name in table:
@@ -213,6 +263,38 @@ class _Builder:
                 for name, value in table.items():
                     if isinstance(value, torch.Tensor) and value.is_meta:
                         raise AttachFailed(f"the set brings no value for {path}.{name}")
+
+
+_MAKERS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+    "builtins.list": lambda items: [value for _, value in items],
+    "builtins.tuple": lambda items: tuple(value for _, value in items),
+    # Filled with numbers, since it takes nothing else.
+    "torch.Size": lambda items: torch.Size([0] * len(items)),
+    "builtins.dict": dict,
+    "collections.OrderedDict": OrderedDict,
+    "collections.deque": lambda items: deque(value for _, value in items),
+    "builtins.set": lambda items: {key for key, _ in items},
+    "builtins.frozenset": lambda items: frozenset(key for key, _ in items),
+}
+
+
+def _scalar(value: manifest.Scalar, module: nn.Module, steps: Sequence[Step]) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    kind, name = value
+    if kind == "dtype":
+        return dtype_of(name)
+    old = _value(module, steps)
+    cls, _, member = name.partition(":")
+    if not isinstance(old, enum.Enum) or class_name(type(old)) != cls:
+        raise AttachFailed(f"this model has no {cls} where the set has one")
+    return type(old)[member]
+
+
+def _check_name(name: str, allowed: str = "") -> None:
+    """Torch's own tables are not for a manifest to replace."""
+    if name in MODULE_INTERNALS and name != allowed:
+        raise AttachFailed(f"{name} belongs to torch, and no set may replace it")
 
 
 def _clear(module: nn.Module, name: str, keep: Mapping[str, object]) -> None:
@@ -238,8 +320,23 @@ def _value(module: nn.Module, steps: Sequence[Step]) -> Any:
     for kind, step in steps:
         if value is None:
             return None
-        value = getattr(value, str(step), None) if kind == "attr" else _item(value, step)
+        value = _attribute(value, str(step)) if kind == "attr" else _item(value, step)
     return value
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """What the object itself holds under ``name``: no property runs, and nothing is found on its class."""
+    if isinstance(value, nn.Module):
+        for table in (value._parameters, value._buffers):
+            if name in table:
+                return table[name]
+    own = getattr(value, "__dict__", None)
+    if own is not None and name in own:
+        return own[name]
+    for cls in type(value).__mro__:
+        if isinstance(member := cls.__dict__.get(name), types.MemberDescriptorType):
+            return member.__get__(value) if hasattr(value, name) else None
+    return None
 
 
 def _item(value: Any, step: str | int) -> Any:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from weightcache import manifest
 from weightcache.errors import ExportRefused, UnplacedTensor
-from weightcache.loader.walk import FoundTensor, Walk, walk
-from weightcache.manifest import Manifest, Scalar
+from weightcache.loader.changes import Changes, dtype_name
+from weightcache.loader.walk import FoundTensor, Walk, class_name, walk
+from weightcache.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +42,24 @@ class Export:
     pieces: list[Piece]
     modules: Mapping[int, str]
     tensors: Mapping[int, int]
+    objects: tuple[object, ...]
 
     def known(self, role: str) -> Known:
         """This set's objects, for the export of a set that shares some of them."""
-        return Known(role, self.modules, self.tensors)
+        return Known(role, self.modules, self.tensors, self.objects)
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Objects of another set of the same process, by id: module → canonical path, tensor → row in that set."""
+    """Objects of another set of the same process, by id: module → canonical path, tensor → row in that set.
+
+    ``objects`` are the same modules and tensors: as long as they live, no other object can have one of the ids.
+    """
 
     role: str
     modules: Mapping[int, str]
     tensors: Mapping[int, int]
+    objects: tuple[object, ...]
 
 
 def export(model: nn.Module, built: Walk, device: torch.device, known: Known | None = None) -> Export:
@@ -63,9 +68,13 @@ def export(model: nn.Module, built: Walk, device: torch.device, known: Known | N
     Raises UnplacedTensor or ExportRefused, with the path of what cannot be carried.
     """
     loaded = walk(model)
+    if known is not None:
+        _leave_out(loaded, {i for i, entry in enumerate(loaded.modules) if id(entry.module) in known.modules})
     _check_places(loaded, device)
+    changes = Changes(built, loaded)
+    changes.check()
     storages = _Storages(loaded, device, known)
-    rows, inline = storages.tensor_rows()
+    rows, inline = storages.tensor_rows(changes.carried_attributes())
     body = Manifest(
         bytes=storages.size,
         storages=tuple(storages.rows),
@@ -76,21 +85,22 @@ def export(model: nn.Module, built: Walk, device: torch.device, known: Known | N
             for entry in loaded.modules
         ),
         slots=tuple(storages.slot(entry) for entry in loaded.tensors),
-        removed=tuple(_removed(built, loaded)),
-        scalars=tuple(_changed(built, loaded)),
+        removed=tuple(changes.removed()),
+        scalars=tuple(changes.scalars()),
+        containers=tuple(changes.containers()),
+        names=tuple(changes.names()),
     )
     paths = {id(entry.module): entry.paths[0] for entry in loaded.modules}
-    return Export(body, storages.pieces(), paths, dict(storages.row_of))
+    objects = (*(entry.module for entry in loaded.modules), *storages.tensors.values())
+    return Export(body, storages.pieces(), paths, dict(storages.row_of), objects)
 
 
-def class_name(cls: type) -> str:
-    """The qualified name of a class, as the manifest writes it."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``bfloat16`` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
+def _leave_out(loaded: Walk, modules: set[int]) -> None:
+    """Forget what modules of another set hold: that set carries it."""
+    loaded.tensors[:] = [entry for entry in loaded.tensors if entry.module not in modules]
+    for table in (loaded.scalars, loaded.containers, loaded.objects, loaded.aliases, loaded.names):
+        for key in [key for key in table if key[0] in modules]:
+            table.pop(key)  # type: ignore[arg-type]
 
 
 def _external_module(module: nn.Module, known: Known | None) -> str:
@@ -103,8 +113,14 @@ def _check_places(loaded: Walk, device: torch.device) -> None:
         path = loaded.path(entry.module, entry.steps)
         if entry.tensor.device.type not in (device.type, "cpu"):
             raise UnplacedTensor(f"the tensor {path} is on {entry.tensor.device}, which this set does not cover")
+        if entry.tensor.device.type == device.type and device.index not in (None, entry.tensor.device.index):
+            raise UnplacedTensor(f"the tensor {path} is on {entry.tensor.device} and this set's device is {device}")
         if entry.tensor.layout is not torch.strided or entry.tensor.is_quantized:
             raise UnplacedTensor(f"the tensor {path} is not strided ({entry.tensor.layout})")
+        if entry.tensor.is_conj() or entry.tensor.is_neg():
+            raise UnplacedTensor(f"the tensor {path} is a conjugate or negative view, whose bytes are another value")
+        if not isinstance(entry.tensor, nn.Parameter) and type(entry.tensor) is not torch.Tensor:
+            raise UnplacedTensor(f"the tensor {path} is a {class_name(type(entry.tensor))}, which cannot be rebuilt")
         if entry.reason:
             raise UnplacedTensor(f"the tensor {path} cannot be rebuilt in an engine: {entry.reason}")
 
@@ -116,6 +132,13 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
         return first, first
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (last + 1) * tensor.element_size()
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """A key that is equal for tensors that look into the same memory."""
+    storage = tensor.untyped_storage()
+    # Empty storages have no address to tell them apart, and nothing to share.
+    return (storage.data_ptr(), 0) if storage.nbytes() else (0, id(tensor))
 
 
 class _Storages:
@@ -136,10 +159,7 @@ class _Storages:
                 continue
             self.tensors.setdefault(id(entry.tensor), entry.tensor)
             if entry.tensor.device.type == device.type:
-                storage = entry.tensor.untyped_storage()
-                # Empty storages have no address to tell them apart, and nothing to share.
-                key = (storage.data_ptr(), 0) if storage.nbytes() else (0, id(entry.tensor))
-                self.groups.setdefault(key, []).append(entry)
+                self.groups.setdefault(_memory_of(entry.tensor), []).append(entry)
         self._place(loaded)
 
     def _place(self, loaded: Walk) -> None:
@@ -159,7 +179,9 @@ class _Storages:
             self.size += last - first
         self.size = -(-self.size // manifest.ALIGNMENT) * manifest.ALIGNMENT
 
-    def tensor_rows(self) -> tuple[tuple[manifest.Tensor, ...], tuple[bytes, ...]]:
+    def tensor_rows(
+        self, attributes: Mapping[int, tuple[str, ...]]
+    ) -> tuple[tuple[manifest.Tensor, ...], tuple[bytes, ...]]:
         rows: list[manifest.Tensor] = []
         inline: list[bytes] = []
         for key, tensor in self.tensors.items():
@@ -183,7 +205,7 @@ class _Storages:
                     kind="parameter" if parameter else "tensor",
                     cls=class_name(type(tensor)),
                     requires_grad=tensor.requires_grad,
-                    attributes=tuple(vars(tensor)) if hasattr(tensor, "__dict__") else (),
+                    attributes=attributes.get(key, ()),
                 )
             )
         return tuple(rows), tuple(inline)
@@ -217,62 +239,3 @@ def _is_shared(entries: list[FoundTensor]) -> bool:
     return any(isinstance(entry.tensor, nn.Parameter) for entry in entries) and not any(
         entry.place in buffers and len(entry.steps) == 1 for entry in entries
     )
-
-
-def _removed(built: Walk, loaded: Walk) -> list[manifest.Removed]:
-    """Names that construction left on a module and loading took away, and tensors that it set to None."""
-    index_of = {id(entry.module): index for index, entry in enumerate(loaded.modules)}
-    rows = []
-    for (origin, place), names in built.names.items():
-        module = index_of.get(id(built.modules[origin].module))
-        if module is None:
-            raise ExportRefused(f"loading removed the module {built.modules[origin].paths[0]}")
-        left = set(loaded.names[module, place])
-        rows += [manifest.Removed(module, place, name, none=False) for name in names if name not in left]
-    for entry in built.tensors:
-        if len(entry.steps) != 1:
-            continue
-        module, place = index_of[id(built.modules[entry.module].module)], entry.place
-        if place == manifest.TRANSIENT_BUFFER:
-            place = manifest.BUFFER
-        name = str(entry.steps[0][1])
-        if _table(loaded.modules[module].module, place).get(name, _ABSENT) is None:
-            rows.append(manifest.Removed(module, place, name, none=True))
-    return rows
-
-
-def _table(module: nn.Module, place: str) -> Mapping[str, Any]:
-    return {manifest.PARAMETER: module._parameters, manifest.BUFFER: module._buffers}.get(place, vars(module))
-
-
-def _changed(built: Walk, loaded: Walk) -> list[manifest.ChangedScalar]:
-    """Plain values that loading set or changed, and a refusal for objects that it set and nobody can carry."""
-    before = {id(entry.module): index for index, entry in enumerate(built.modules)}
-    held_tensor = {(entry.module, entry.steps) for entry in built.tensors}
-    rows = []
-    for (module, steps), value in loaded.scalars.items():
-        origin = before.get(id(loaded.modules[module].module))
-        if value is None and len(steps) == 1 and (origin, steps) in held_tensor:
-            continue  # a tensor that became None is a removed row
-        old = built.scalars.get((origin, steps), _ABSENT) if origin is not None else _ABSENT
-        if type(old) is type(value) and (old == value or old != old):
-            continue
-        rows.append(manifest.ChangedScalar(module, steps, _scalar(value)))
-    for (module, steps), value in loaded.opaque.items():
-        origin = before.get(id(loaded.modules[module].module))
-        if origin is None or len(steps) != 1:
-            continue
-        if (origin, steps) not in built.opaque and (origin, steps) not in built.scalars:
-            kind = class_name(type(value))
-            raise ExportRefused(f"loading set {loaded.path(module, steps)} to a {kind}, which cannot be carried")
-    return rows
-
-
-_ABSENT = object()
-
-
-def _scalar(value: Any) -> Scalar:
-    if isinstance(value, torch.dtype):
-        return ("dtype", dtype_name(value))
-    plain: Scalar = value
-    return plain

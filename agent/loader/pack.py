@@ -46,6 +46,8 @@ def pack(
         if piece.shared or not keep_private:
             _rebind(piece, region)
         on_progress(piece.offset + size)
+    for size in arenas:  # a set without a single byte still has an arena
+        region.extend(size)
 
 
 def _rebind(piece: Piece, region: WritableRegion) -> None:

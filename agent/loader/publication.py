@@ -71,5 +71,3 @@ class Publication:
     def close(self) -> None:
         """End the publication."""
         self.conversation.close()
-
-
