@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from weightcache.errors import DamagedSet
 from weightcache.protocol import DrainInfo, ErrorInfo
 from weightcache.server import leases, markers
 from weightcache.server.production import Production
@@ -69,7 +70,10 @@ class Agent:
 
     @property
     def error(self) -> ErrorInfo | None:
-        """What is wrong: the configuration, or else the last load."""
+        """What is wrong: damaged weights, or the configuration, or else the last load."""
+        for resident in self.sets:
+            if resident.damage:
+                return ErrorInfo(DamagedSet.code, resident.damage)
         return self.settings.error or self.failure
 
     @property
@@ -78,7 +82,7 @@ class Agent:
         return state_of(
             Facts(
                 drained=self.drained is not None,
-                damaged=any(s.damaged for s in self.sets),
+                damaged=any(s.damage for s in self.sets),
                 loading=self.production is not None,
                 resident=len(self.sets) > 0,
                 failed=self.error is not None,
@@ -89,7 +93,8 @@ class Agent:
         """Something changed: tell whoever waits or watches, and log the state once per change."""
         state = self.state
         if state is not self._announced:
-            log.info("state %s%s", state, f": {self.error.message}" if self.error and state is State.FAILED else "")
+            reason = self.error if state in (State.FAILED, State.DEGRADED) else None
+            log.info("state %s%s", state, f": {reason.message}" if reason else "")
             self._announced = state
         self.changes.notify()
         for observer in self.observers:

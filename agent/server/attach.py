@@ -30,6 +30,7 @@ async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
     """Give out the matching set and keep the lease; or wait for one; or invite a donation; or say why not."""
     deadline = time.monotonic() + request.wait_seconds
     may_evict = request.evict
+    configured: str | None = None
     while True:
         require_giving(agent)
         if resident := agent.sets.find(request.role, request.fingerprint):
@@ -41,7 +42,10 @@ async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
                 continue
             if _may_donate(agent, connection, request):
                 return await _invite(agent, connection, request, agent.start("donor", request.group))
-            production = await _load_for(agent, request)
+            if configured is None:
+                configured = await asyncio.to_thread(_resolved, agent.settings.model)
+                continue  # much may have happened meanwhile
+            production = _load_for(agent, request, configured)
         elif _same_donor(production, connection, request):
             return await _invite(agent, connection, request, production)
         await wait_for(connection, production, deadline)
@@ -66,7 +70,7 @@ def require_giving(agent: Agent) -> None:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(agent.drained.at))
         raise Drained(f"rank {rank} was drained by uid {agent.drained.uid} at {at} until `wcache resume`")
     if agent.state is State.DEGRADED:
-        bad = ", ".join(s.id for s in agent.sets if s.damaged)
+        bad = ", ".join(s.id for s in agent.sets if s.damage)
         raise Degraded(f"rank {rank} holds damaged weights (set {bad}): evict them with `wcache evict`")
 
 
@@ -151,24 +155,22 @@ def _same_donor(production: Production, connection: Connection, request: Attach)
     )
 
 
-async def _load_for(agent: Agent, request: Attach) -> Production:
+def _load_for(agent: Agent, request: Attach, configured: str) -> Production:
     """Start the configured load, unless it is plain already that it cannot give what the engine needs."""
     others = ", ".join(sorted({s.info.role for s in agent.sets}))
     if others:
         raise Empty(f"rank {agent.settings.rank} holds no {request.role[:40]} weights, only: {others}")
-    if model := agent.settings.model:
-        configured = await asyncio.to_thread(_resolved, model)
-        if configured and configured != request.fingerprint.model_path:
-            value = request.fingerprint.model_path
-            difference = Difference("model_path", configured, value, CONSEQUENCES["model_path"])
-            raise _mismatch(f"rank {agent.settings.rank} is configured for another model", (difference,))
-    return agent.production or loads.begin(agent, request.group)
+    wanted = request.fingerprint.model_path
+    if configured and configured != wanted:
+        difference = Difference("model_path", configured, wanted, CONSEQUENCES["model_path"])
+        raise _mismatch(f"rank {agent.settings.rank} is configured for another model", (difference,))
+    return loads.begin(agent, request.group)
 
 
 def _resolved(model: str) -> str:
     """The real path of a model directory; empty for the name of a model hub, which only the loader can resolve."""
     path = Path(model)
-    return str(path.resolve()) if path.exists() else ""
+    return str(path.resolve()) if model and path.exists() else ""
 
 
 async def _invite(agent: Agent, connection: Connection, request: Attach, production: Production) -> None:

@@ -39,7 +39,13 @@ class Child:
         self._on_line = on_line
         self._partial = b""
         self._loop = asyncio.get_running_loop()
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor left: a child that cannot be watched must not run
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            self._output.close()
+            raise
         os.set_blocking(self._output.fileno(), False)
         self._loop.add_reader(self._output.fileno(), self._read)
         self._loop.add_reader(self._pidfd, self._on_exit)

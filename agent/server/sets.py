@@ -39,7 +39,7 @@ class ResidentSet:
         self.source = source
         self.published_at = time.time()
         self.leases: dict[str, Lease] = {}
-        self.damaged = False
+        self.damage = ""
         self._fds = staged.fds
         self._lent = 0
         self._returned = asyncio.Event()

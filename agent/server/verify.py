@@ -68,9 +68,9 @@ async def check(agent: Agent, resident: ResidentSet) -> None:
     if child.status == 0:
         return
     if child.status == DamagedSet.exit_status and (verdict := _damage(list(child.lines))) is not None:
-        resident.damaged = True
+        resident.damage = f"set {resident.id} is damaged: {verdict}"
         agent.touch()
-        raise DamagedSet(f"set {resident.id} is damaged: {verdict}")
+        raise DamagedSet(resident.damage)
     raise WeightcacheError(f"the check of set {resident.id} {child.describe()}")
 
 

@@ -230,8 +230,17 @@ class Agent:
 
     def await_fds(self, count: int) -> None:
         """Wait until the agent has ``count`` descriptors again."""
-        found = self.fds()
-        assert found == count, f"{found} descriptors instead of {count}"
+        found = [0]
+
+        def reached() -> bool:
+            found[0] = self.fds()
+            return found[0] == count
+
+        try:
+            eventually(reached)
+        except AssertionError:
+            kinds = sorted(str(path.readlink()) for path in Path(f"/proc/{self.pid}/fd").iterdir())
+            raise AssertionError(f"{found[0]} descriptors instead of {count}: {kinds}") from None
 
     # -- gates -----------------------------------------------------------------------------------------------------
 

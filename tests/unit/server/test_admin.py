@@ -135,7 +135,10 @@ def test_damage_degrades_the_rank_until_the_set_is_evicted(agent: Agent) -> None
     with agent.attach():
         with pytest.raises(DamagedSet, match=r"arenas \[0, 1\] differ"):
             agent.ask(Verify(), Verified)
-        assert agent.status().state == "degraded"
+        status = agent.status()
+        assert status.state == "degraded"
+        assert status.error is not None
+        assert status.error.code == "damaged"
         for ask in (agent.attach, agent.load):
             with pytest.raises(Degraded, match="wcache evict"):
                 ask()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.server.harness import eventually
 from weightcache.config import Config
 from weightcache.paths import RankPaths
 from weightcache.protocol import DrainInfo
@@ -116,7 +117,7 @@ def test_units_from_cgroups() -> None:
 def test_a_command_line_is_harmless_and_short() -> None:
     nasty = "x\x1b[31m\n\u202e" + "y" * 300
     with subprocess.Popen([sys.executable, "-c", "input()", nasty], stdin=subprocess.PIPE) as child:
-        shown = peers.command_of(child.pid)
+        shown = eventually(lambda: peers.command_of(child.pid))
         child.communicate(b"\n")
     assert shown.startswith(f"{sys.executable} -c input() x?[31m??yyy")
     assert len(shown) == 200
