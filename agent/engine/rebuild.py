@@ -252,8 +252,9 @@ class _Builder:
         _check_name(row.name)
         if row.none:
             table[row.name] = None
-        elif row.name in table:
-            del table[row.name]
+            return
+        table.pop(row.name, None)
+        if row.place == manifest.BUFFER:
             module._non_persistent_buffers_set.discard(row.name)
 
     def _nothing_left_on_meta(self) -> None:

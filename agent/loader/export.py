@@ -134,6 +134,14 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first, first + (last + 1) * tensor.element_size()
 
 
+def _base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a view was made from, which autograd keeps alive."""
+    if tensor.is_inference():
+        return None
+    base: torch.Tensor | None = tensor._base
+    return base
+
+
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     """A key that is equal for tensors that look into the same memory."""
     storage = tensor.untyped_storage()
@@ -221,6 +229,10 @@ class _Storages:
         pieces = []
         for row, (first, entries) in zip(self.rows, self._groups_in_order, strict=True):
             tensors = {id(entry.tensor): entry.tensor for entry in entries}
+            for base in [_base(tensor) for tensor in tensors.values()]:
+                # A view keeps the tensor that it was made from, and with it the memory, which must go.
+                if base is not None and first <= _extent(base)[0] and _extent(base)[1] <= first + row.bytes:
+                    tensors.setdefault(id(base), base)
             storage = max((t.untyped_storage() for t in tensors.values()), key=lambda s: s.nbytes())
             source = torch.empty(0, dtype=torch.uint8, device=entries[0].tensor.device)
             if row.bytes:
