@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from weightcache import protocol, transport
 from weightcache.errors import AgentUnavailable, Mismatch, PermissionRefused, ProtocolError
@@ -93,7 +93,7 @@ class Conversation:
         """Close the connection."""
         self.sock.close()
 
-    def __enter__(self) -> Conversation:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -111,10 +111,8 @@ def raised(message: protocol.Failure) -> Exception:
 def trusted_uids() -> frozenset[int]:
     """Users whose sockets count as an agent's: root, this user, and the account the packages create."""
     uids = {0, os.geteuid()}
-    try:
+    with contextlib.suppress(KeyError):
         uids.add(pwd.getpwnam(AGENT_USER).pw_uid)
-    except KeyError:
-        pass
     return frozenset(uids)
 
 
@@ -125,6 +123,3 @@ def alive(path: Path | str, timeout: float = 1.0) -> bool:
     except (AgentUnavailable, PermissionRefused):
         return False
     return True
-
-
-

@@ -11,15 +11,15 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from weightcache import records
 
 Value = str | int
 
 
-def _row(consequence: str) -> Value:
-    value: Value = field(metadata={"consequence": consequence})
-    return value
+def _row(consequence: str) -> Any:
+    return field(metadata={"consequence": consequence})
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def to_plain(value: Any) -> Any:
 
 def from_plain(cls: type[T], data: Any, path: str = "$") -> T:
     """Build ``cls`` from plain data, or raise RecordError naming the path that is wrong."""
-    result: T = _decoder(cls)(data, path)
+    result: T = _decoder(typing.cast("typing.Hashable", cls))(data, path)
     return result
 
 
@@ -51,7 +51,7 @@ def _field_names(cls: type) -> tuple[str, ...]:
 def _decoder(kind: Any) -> Decoder:
     origin = typing.get_origin(kind)
     if dataclasses.is_dataclass(kind):
-        return _dataclass_decoder(typing.cast(type, kind))
+        return _dataclass_decoder(typing.cast("type", kind))
     if origin in (typing.Union, types.UnionType):
         return _union_decoder(kind)
     if origin is typing.Literal:
@@ -71,7 +71,7 @@ def _scalar_decoder(kind: type) -> Decoder:
     def decode(value: Any, path: str) -> Any:
         if kind is float and type(value) is int:
             return float(value)
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise RecordError(f"{path}: expected {name}, got {_shown(value)}")
         return value
 

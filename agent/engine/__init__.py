@@ -1,0 +1,1 @@
+"""Inside SGLang: the plugin, the decision, attach and rebuild, donation, the lease."""

@@ -108,7 +108,7 @@ def decode_report(data: bytes) -> Report:
     body = json.loads(data)
     if not isinstance(body, dict):
         raise records.RecordError("$: expected a table")
-    cls: type[PluginReady] | type[Decision] = PluginReady if body.pop("type", "") == "PluginReady" else Decision
+    cls: type[PluginReady | Decision] = PluginReady if body.pop("type", "") == "PluginReady" else Decision
     return records.from_plain(cls, body)
 
 

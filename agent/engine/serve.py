@@ -256,5 +256,3 @@ def _memory(device: torch.device) -> Memory:
 
 def _log_progress(progress: Any) -> None:
     logger.info("weightcache: waiting for the load: %s", progress)
-
-

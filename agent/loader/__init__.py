@@ -1,0 +1,1 @@
+"""The device side: load through SGLang, export, pack, digest, publish, check."""

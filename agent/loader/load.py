@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     if status:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         # Where the child already gave a reason, the agent has closed that publication and this one is refused.
-        error = LoadFailed(f"SGLang ended with {how} before the weights were published")
-        _tell(publish_sockets, args.group, error)
-        print(f"weightcache-loader: {error}", file=sys.stderr)
+        failure = LoadFailed(f"SGLang ended with {how} before the weights were published")
+        _tell(publish_sockets, args.group, failure)
+        print(f"weightcache-loader: {failure}", file=sys.stderr)
         return 1
     return 0
 

@@ -2,7 +2,7 @@
 
 A weight set occupies one linear range of addresses, its arenas back to back, so that a tensor of any size has a place
 and an offset means the same in every process. Writers reserve the range and extend it arena by arena; readers map all
-arenas read-only. ``memfd`` is standard library only (the agent uses it); ``host``, ``cuda_vmm`` and ``digest`` need torch.
+arenas read-only. ``memfd`` is standard library only (the agent uses it); the other modules need torch.
 """
 
 from __future__ import annotations

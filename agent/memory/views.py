@@ -11,7 +11,7 @@ def dtype_of(name: str) -> torch.dtype:
     """torch.bfloat16 for ``bfloat16``. Raises ValueError for anything that is no dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"an unknown dtype {name!r}")
+        raise ValueError(f"an unknown dtype {name!r}")  # noqa: TRY004  the name is wrong, not its type
     return dtype
 
 

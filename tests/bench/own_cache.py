@@ -46,7 +46,8 @@ def main(logs: Path) -> int:
         figures.note("SGLang's cache: load to ready, s", round(time.monotonic() - begin, 2))
         time.sleep(1)
         weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        figures.note("SGLang's cache: idle device memory beside the weights, MiB", round((rig.device_used() - baseline - weights) / MIB))
+        beside = round((rig.device_used() - baseline - weights) / MIB)
+        figures.note("SGLang's cache: idle device memory beside the weights, MiB", beside)
         figures.note("SGLang's cache: resident part, host RSS in MB", round(rig.family_rss(daemon.pid) / 1e6))
         _client(figures, logs, daemon)
     finally:
@@ -78,7 +79,8 @@ def _client(figures: Figures, logs: Path, daemon: subprocess.Popen[bytes]) -> No
         while time.monotonic() - begin < 15 and made.process.poll() is None and made.schedulers():
             time.sleep(0.1)
         dead = made.process.poll() is not None or not made.schedulers()
-        figures.note("SGLang's cache: engine after its daemon was killed", f"dead after {time.monotonic() - begin:.1f} s" if dead else "alive after 15 s")
+        outcome = f"dead after {time.monotonic() - begin:.1f} s" if dead else "alive after 15 s"
+        figures.note("SGLang's cache: engine after its daemon was killed", outcome)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -110,7 +110,7 @@ class PeakWatch:
         while not self._stop.wait(0.004):
             self.peak = max(self.peak, device_used())
 
-    def __enter__(self) -> PeakWatch:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -128,7 +128,8 @@ class Agent:
         rig = profile()
         arguments = ["--model-path", str(rig.model), *rig.base] if model else []
         gpu = f'gpu = "{gpu_uuid()}"\n' if rig.backend == "cuda" else ""
-        text = f'[agent]\nruntime_dir = "{directory}"\n[loader]\ncommand = {json.dumps([sys.executable, "-m", "weightcache.loader"])}\n'
+        command = json.dumps([sys.executable, "-m", "weightcache.loader"])
+        text = f'[agent]\nruntime_dir = "{directory}"\n[loader]\ncommand = {command}\n'
         text += f"[model]\narguments = {json.dumps(arguments)}\n" if model else ""
         text += f'[memory]\nbackend = "{rig.backend}"\n{policy}[[rank]]\nrank = 0\n{gpu}'
         self.config.write_text(text)
@@ -137,7 +138,8 @@ class Agent:
 
     def start(self) -> Agent:
         # -S and an explicit path: the resident part is what a distribution's interpreter without site packages runs.
-        code = f"import sys; sys.path.insert(0, {str(package_parent())!r}); from weightcache.server.__main__ import main; sys.exit(main())"
+        code = f"import sys; sys.path.insert(0, {str(package_parent())!r}); "
+        code += "from weightcache.server.__main__ import main; sys.exit(main())"
         argv = [os.environ.get("WEIGHTCACHE_AGENT_PYTHON", sys.executable), "-I", "-S", "-c", code]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -228,7 +230,16 @@ def serving(made: Engine, timeout: float = 400) -> Iterator[Started]:
 
 
 def answers(made: Engine) -> list[list[int]]:
-    """Greedy tokens for the fixed prompts."""
+    """Greedy tokens for the fixed prompts, each time from an empty prefix cache.
+
+    A cached prefix makes a shorter prefill, another GEMM shape and so other low-order bits: in a model of random
+    weights that is another token. Equal text needs equal shapes.
+    """
+    deadline = time.monotonic() + 20
+    while made.post("/flush_cache", {})[0] != 200:  # refused while the last request is still being finished
+        if time.monotonic() > deadline:
+            raise AssertionError("the server does not flush its prefix cache")
+        time.sleep(0.1)
     return [made.tokens(prompt, TOKENS) for prompt in PROMPTS]
 
 

@@ -76,7 +76,9 @@ def test_load_publishes_and_leaves_only_the_arenas(agent: Agent, figures: Figure
         figures.note("weightcache: load to ready, s", round(time.monotonic() - begin, 2))
     held = agent.status()["sets"][0]
     arenas = held["bytes"]
-    time.sleep(1)
+    begin = time.monotonic()
+    rig.wait_for(lambda: not rig.process_used(), 30, "the loader's CUDA context to be gone")
+    figures.note("weightcache: loader gone after ready, s", round(time.monotonic() - begin, 2))
     idle = rig.device_used()
     rss = psutil.Process(agent.pid).memory_info().rss
     figures.note("weightcache: the loader's own load, s", held["load_seconds"])
@@ -86,9 +88,9 @@ def test_load_publishes_and_leaves_only_the_arenas(agent: Agent, figures: Figure
     figures.note("weightcache: resident part, host RSS in MB", round(rss / 1e6, 1))
     assert rss < 30e6
     if rig.profile().backend == "cuda":
-        figures.note("weightcache: idle device memory beside the arenas, MiB", round((idle - baseline - arenas) / MIB, 1))
+        beside = round((idle - baseline - arenas) / MIB, 1)
+        figures.note("weightcache: idle device memory beside the arenas, MiB", beside)
         figures.note("weightcache: peak while loading above idle, MiB", round((watch.peak - idle) / MIB))
-        assert not rig.process_used(), "a process still holds a CUDA context"
         # What the driver adds for page tables of the mappings is gone with the loader; allow its rounding only.
         assert idle - baseline - arenas <= 32 * MIB
 
@@ -109,7 +111,8 @@ def test_two_engines_attach_and_survive_the_agent(
         steps = rig.milliseconds(first)
         figures.note("attached: steps, ms", steps)
         figures.note("attached: receive + map + bind, ms", round(steps["receive"] + steps["map"] + steps["bind"], 2))
-        figures.note("attached: the same with the model built, ms", round(sum(steps[s] for s in ("connect", "receive", "map", "build", "bind")), 2))
+        whole = sum(steps[step] for step in ("connect", "receive", "map", "build", "bind"))
+        figures.note("attached: the same with the model built, ms", round(whole, 2))
         assert "attached set" in rig.launcher_line(first), rig.launcher_line(first)
         assert rig.answers(first) == disk["answers"]
         _check_pool(figures, "attached", rig.pool_tokens(first), disk, agent.status()["sets"][0]["bytes"], 0)
@@ -145,15 +148,14 @@ def _all_leases(agent: Agent) -> list[int]:
 
 def _refuses_updates(made, disk: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
     status, body = made.post("/update_weights_from_disk", {"model_path": str(rig.profile().model)})
-    assert status == 400 and body["success"] is False, body
+    assert status == 400, body
+    assert body["success"] is False, body
     status, body = made.post("/weights_checker", {"action": "reset_tensors"})
     assert body["success"] is False, body
     assert rig.answers(made) == disk["answers"]
 
 
-def _check_pool(
-    figures: Figures, name: str, pool: int, disk: dict[str, object], arenas: int, private: int
-) -> None:
+def _check_pool(figures: Figures, name: str, pool: int, disk: dict[str, object], arenas: int, private: int) -> None:
     """|difference| <= (arenas + private copies - the disk load's reserved bytes) / bytes per token, plus rounding."""
     if rig.profile().backend != "cuda":
         return  # the CPU engines of the dry run pin their pool

@@ -49,7 +49,8 @@ class Engine:
     """One server. ``with Engine(model, log=path) as engine: engine.generate("...")``.
 
     ``command`` is what comes before SGLang's own arguments: another launcher, for instance. ``arguments`` are added to
-    ``base``, what any engine on the CPU needs; ``environment`` is added to its variables. The process leads a session of its own.
+    ``base``, what any engine on the CPU needs; ``environment`` is added to its variables. The process leads a session
+    of its own.
     """
 
     def __init__(
