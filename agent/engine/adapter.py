@@ -84,7 +84,7 @@ def parallel() -> Any:
 
 def world() -> tuple[int, int, Any]:
     """(rank, size, CPU group) of the world that loads one model together."""
-    from sglang.srt.distributed import get_world_group
+    from sglang.srt.distributed.parallel_state import get_world_group
 
     group = get_world_group()
     return group.rank_in_group, group.world_size, group.cpu_group
