@@ -62,7 +62,7 @@ def check(directory: Path) -> None:
         raise CheckpointError(f"{directory} has no config.json: it is no Hugging Face checkpoint") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {config}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{config} is not valid JSON: {error}") from None
     try:
         files = weight_files(directory)
@@ -117,8 +117,8 @@ def _check_safetensors(path: Path) -> None:
             raise CheckpointError(f"{path} is no whole safetensors file: its header is missing or cut off")
         try:
             header = json.loads(file.read(header_length))
-            ends = [row["data_offsets"][1] for name, row in header.items() if name != "__metadata__"]
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+            ends = [int(row["data_offsets"][1]) for name, row in header.items() if name != "__metadata__"]
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
             raise CheckpointError(f"{path} is no safetensors file: its header is damaged") from None
     expected = 8 + header_length + max(ends, default=0)
     if length != expected:
@@ -130,8 +130,8 @@ def _check_index(directory: Path) -> None:
     if not index.exists():
         return
     try:
-        needed = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
+        needed = {Path(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{index} is damaged") from None
     missing = sorted(name for name in needed if not (directory / name).is_file())
     if missing:

@@ -262,7 +262,7 @@ _ROWS: dict[type, Callable[[Any], Any]] = {
     Module: lambda r: Module(_all(str, r[0]), _of(str, r[1]), _of(str, r[2])),
     Slot: lambda r: Slot(_of(int, r[0]), _of(str, r[1]), _steps(r[2]), _of(int, r[3]), _of(str, r[4])),
     Removed: lambda r: Removed(_of(int, r[0]), _of(str, r[1]), _of(str, r[2]), _of(bool, r[3])),
-    Container: lambda r: Container(_of(int, r[0]), _steps(r[1]), _of(str, r[2]), tuple(map(_key, r[3]))),
+    Container: lambda r: Container(_of(int, r[0]), _steps(r[1]), _of(str, r[2]), tuple(map(_key, _of(list, r[3])))),
     ChangedScalar: lambda r: ChangedScalar(_of(int, r[0]), _steps(r[1]), _scalar(r[2])),
     Names: lambda r: Names(_of(int, r[0]), _of(str, r[1]), _all(str, r[2])),
 }  # fmt: skip

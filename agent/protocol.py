@@ -375,10 +375,10 @@ def decode(data: bytes, fds: int = 0) -> Message:
     if not isinstance(body, dict):
         raise ProtocolError("a packet that is no JSON object")
     protocol = body.pop("protocol", None)
-    if protocol != PROTOCOL:
+    if type(protocol) is not int or protocol != PROTOCOL:
         raise VersionSkew(f"the peer speaks protocol {protocol!r}, this side {PROTOCOL}: install the same version")
     announced = body.pop("fds", None)
-    if announced != fds:
+    if type(announced) is not int or announced != fds:
         raise ProtocolError(f"a packet that announces {announced!r} descriptors and brought {fds}")
     tag = body.pop("type", None)
     cls = _BY_TAG.get(tag) if isinstance(tag, str) else None

@@ -91,7 +91,9 @@ def connect(path: Path | str, deadline: float) -> socket.socket:
             if left <= 0:
                 raise AgentUnavailable(f"the agent at {path} accepts no connection in time")
             # connect() on a Unix socket waits for backlog room for SO_SNDTIMEO; settimeout() would not wait at all.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(left), int(left % 1 * 1e6)))
+            # Zero would mean for ever.
+            seconds, micros = divmod(max(int(left * 1e6), 1000), 1_000_000)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, micros))
             try:
                 sock.connect(os.fspath(path))
             except BlockingIOError:

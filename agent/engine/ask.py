@@ -96,6 +96,8 @@ def ask(
         deadline = time.monotonic() + directive.wait_seconds + ANSWER_SECONDS
         while True:
             message, fds = conversation.receive(deadline - time.monotonic(), transport.MAX_FDS)
+            if not isinstance(message, protocol.Attached):
+                transport.close_all(fds)
             match message:
                 case protocol.Progress(progress):
                     on_progress(progress)
@@ -108,7 +110,6 @@ def ask(
                     offer.milliseconds["receive"] = (received - connected) * 1000
                     return offer
                 case _:
-                    transport.close_all(fds)
                     raise ProtocolError(f"the agent answered {type(message).__name__}")
     except BaseException:
         conversation.close()
