@@ -1,11 +1,13 @@
 """Copy a loaded model into arenas, storage by storage, giving each original back as soon as it is copied.
 
 The peak is the shard, one arena and the largest storage: arenas are created only when the next piece needs one, and
-what was freed is handed back to the driver first, since torch's allocator would keep it.
+what was freed is handed back to the driver or the kernel first, since torch's and C's allocators would keep it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,8 +38,7 @@ def pack(
         size = piece.source.numel()
         padded = -(-size // manifest.ALIGNMENT) * manifest.ALIGNMENT
         while region.size < piece.offset + padded:
-            if piece.source.is_cuda:
-                torch.cuda.empty_cache()
+            _hand_back(piece.source)
             region.extend(arenas.pop(0))
         if size:
             target = region.bytes_at(piece.offset, padded)
@@ -46,8 +47,19 @@ def pack(
         if piece.shared or not keep_private:
             _rebind(piece, region)
         on_progress(piece.offset + size)
+        del piece  # the last reference to the original
     for size in arenas:  # a set without a single byte still has an arena
         region.extend(size)
+    _hand_back(region.bytes_at(0, 0))
+
+
+def _hand_back(tensor: torch.Tensor) -> None:
+    """Give memory of the tensor's kind that was freed back to the system."""
+    if tensor.is_cuda:
+        torch.cuda.empty_cache()
+        return
+    with contextlib.suppress(AttributeError):  # only glibc has it, and only glibc needs it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _rebind(piece: Piece, region: WritableRegion) -> None:
