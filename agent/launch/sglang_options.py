@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 SPELLINGS: Mapping[str, Mapping[str, str]] = {
     "model_path": {"--model-path": "--model-p", "--model": "--model"},
     "tp_size": {"--tp-size": "--tp", "--tensor-parallel-size": "--te"},
-    "pp_size": {"--pp-size": "--pp-s", "--pipeline-parallel-size": "--pip"},
+    "pp_size": {"--pp-size": "--pp-s", "--pipeline-parallel-size": "--pi"},
     "dp_size": {"--dp-size": "--dp", "--data-parallel-size": "--da"},
     "ep_size": {"--ep-size": "--ep-s", "--expert-parallel-size": "--expert-p", "--ep": "--ep"},
     "attn_dp_size": {"--attn-dp-size": "--attn-d", "--attention-data-parallel-size": "--attention-d"},
-    "moe_a2a_backend": {"--moe-a2a-backend": "--moe-a2a-b"},
+    "moe_a2a_backend": {"--moe-a2a-backend": "--moe-a"},
     "dtype": {"--dtype": "--dt"},
     "quantization": {"--quantization": "--quantization"},
     "revision": {"--revision": "--rev"},
@@ -58,7 +58,7 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "remote_instance_seed": {
         "--remote-instance-weight-loader-start-seed-via-transfer-engine": "--remote-instance-weight-loader-st"
     },
-    "help": {"--help": "--help", "-h": "-h"},
+    "help": {"--help": "--he", "-h": "-h"},
 }
 
 MAX_YAML = 1 << 20
