@@ -104,7 +104,7 @@ def ask(
                 case protocol.DonationInvited(token):
                     return Invitation(token, conversation)
                 case protocol.Attached():
-                    offer = _offer(message, fds, conversation)
+                    offer = _offer(message, fds, conversation, fingerprint.role)
                     received = time.perf_counter()
                     offer.milliseconds["connect"] = (connected - start) * 1000
                     offer.milliseconds["receive"] = (received - connected) * 1000
@@ -116,8 +116,10 @@ def ask(
         raise
 
 
-def _offer(message: protocol.Attached, fds: tuple[int, ...], conversation: Conversation) -> Offer:
+def _offer(message: protocol.Attached, fds: tuple[int, ...], conversation: Conversation, role: str) -> Offer:
     try:
+        if message.role != role:
+            raise ProtocolError(f"the agent answered with a set for {message.role!r} instead of {role!r}")
         if len(fds) != 1 + len(message.arenas):
             raise ProtocolError(f"{len(fds)} descriptors for {len(message.arenas)} arenas and a manifest")
         body = manifest.decode(memfd.read_sealed(fds[0], manifest.MAX_BYTES))

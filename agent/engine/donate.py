@@ -15,12 +15,12 @@ from torch import nn
 from weightcache import checkpoint
 from weightcache.engine import adapter, gate, state
 from weightcache.engine.directive import Directive
-from weightcache.errors import WeightcacheError
+from weightcache.errors import ExportRefused, WeightcacheError
 from weightcache.fingerprint import Fingerprint
 from weightcache.loader.produce import Loading, Produced, produce
 from weightcache.loader.publication import Publication
 from weightcache.loader.walk import Walk, walk
-from weightcache.memory import Memory
+from weightcache.memory import Memory, WritableRegion
 from weightcache.paths import RankPaths
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,18 @@ class Donation:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A model as it was constructed and as loading left it."""
+    """A loaded model, and the walks of what was constructed for it."""
 
     model: nn.Module
-    built: Walk
+    walks: tuple[Walk, ...]
     loading: Loading
+
+    @property
+    def built(self) -> Walk:
+        """The walk of the model as it was constructed. Raises ExportRefused when a loader made several."""
+        if len(self.walks) != 1:
+            raise ExportRefused(f"the loader constructed {len(self.walks)} models where one was expected")
+        return self.walks[0]
 
 
 def publish_path(public: Path) -> Path:
@@ -68,9 +75,7 @@ def load_observed(
     publication.progress("loading", 0, total, force=True)
     with adapter.after_construction(lambda model: walks.append(walk(model).without_tensors())):
         model = load()
-    if len(walks) != 1:
-        raise WeightcacheError(f"the loader constructed {len(walks)} models where one was expected")
-    return Observed(model, walks[0], Loading(fingerprint, time.monotonic() - started, read))
+    return Observed(model, tuple(walks), Loading(fingerprint, time.monotonic() - started, read))
 
 
 def donate(
@@ -84,7 +89,11 @@ def donate(
     directive: Directive,
 ) -> Donation:
     """Load, publish, go on serving from the arenas. A failure to publish never costs the engine its model."""
-    publication = Publication(publish_path(public), source="donor", group=directive.group, token=token)
+    try:
+        publication = Publication(publish_path(public), source="donor", group=directive.group, token=token)
+    except WeightcacheError as error:
+        logger.warning("weightcache: this engine's weights are not cached: %s", error)
+        return Donation(load(), None, error)
     observed = load_observed(load, inner, fingerprint, publication)
     try:
         gate.check(observed.model)
@@ -97,14 +106,22 @@ def donate(
             device=device,
             arena_bytes=directive.arena_bytes,
             keep_private=True,
+            on_frozen=_frozen,
         )
         publication.commit()
-    except WeightcacheError as error:
-        logger.warning("weightcache: this engine's weights are not cached: %s", error)
-        publication.abort(error)
-        return Donation(observed.model, None, error)
+    except Exception as error:  # whatever happened, the engine has its model
+        known = error if isinstance(error, WeightcacheError) else WeightcacheError(f"{type(error).__name__}: {error}")
+        logger.warning("weightcache: this engine's weights are not cached: %s", known, exc_info=known is not error)
+        publication.abort(known)
+        return Donation(observed.model, None, known)
     publication.close()
     return Donation(observed.model, produced, None)
+
+
+def _frozen(region: WritableRegion) -> None:
+    """The model lives in read-only memory from here on, even if nobody takes the set: verbs that write are refused."""
+    state.process.keep.append(region)
+    state.process.shares_weights = True
 
 
 def load_for_agent(

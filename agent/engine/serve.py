@@ -122,12 +122,16 @@ class ServingLoader:
             answer.vote, answer.invitation = Vote.DONATE, given
 
     def _shortage(self, model_config: Any, device: torch.device) -> NoRoom | None:
-        """An error when a second copy of the weights would not fit beside the resident one."""
-        directory = adapter.checkpoint_directory(model_config)
-        if directory is None:
+        """An error when a second copy of the weights would not fit beside the resident one. Unknown sizes are none."""
+        try:
+            directory = adapter.checkpoint_directory(model_config)
+            if directory is None:
+                return None
+            topology = adapter.parallel()
+            needed = checkpoint.size(directory) // max(1, int(topology.tp_size) * int(topology.pp_size))
+            free = _memory(device).free_bytes()
+        except (WeightcacheError, OSError):
             return None
-        needed = checkpoint.size(directory) // max(1, int(adapter.parallel().tp_size) * int(adapter.parallel().pp_size))
-        free = _memory(device).free_bytes()
         if needed <= free:
             return None
         return NoRoom(

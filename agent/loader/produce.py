@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,11 @@ def produce(
     arena_bytes: int,
     keep_private: bool,
     known: Known | None = None,
+    on_frozen: Callable[[WritableRegion], None] = lambda region: None,
 ) -> Produced:
     """Publish ``model``; its tensors live in the arenas afterwards (private ones too, unless ``keep_private``).
+
+    ``on_frozen`` is called when they become read-only, whether the publication succeeds afterwards or not.
 
     Raises ExportRefused, NoRoom, AgentUnavailable and what the agent answers. The caller has passed the gate.
     """
@@ -75,6 +78,7 @@ def produce(
         load_seconds=round(loading.seconds, 3),
         bytes_read=loading.bytes_read,
     )
+    on_frozen(region)
     fds = region.freeze()
     try:
         publication.progress("publishing", exported.manifest.bytes, exported.manifest.bytes, force=True)

@@ -27,7 +27,11 @@ class Publication:
         self.sets = 0
         self._started = time.monotonic()
         self._reported = 0.0
-        self.conversation.request(protocol.Begin(source, group, token), protocol.Accepted)
+        try:
+            self.conversation.request(protocol.Begin(source, group, token), protocol.Accepted)
+        except BaseException:
+            self.conversation.close()
+            raise
 
     def progress(self, phase: str, done: int = 0, total: int = 0, *, force: bool = False) -> None:
         """Tell the agent; at most four times a second unless ``force``. A lost report never ends a load."""

@@ -172,7 +172,7 @@ def generated(build: int, size: int, change: int, changes: int) -> type[nn.Modul
 numbers = st.integers(0, 2**32)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(numbers, st.integers(0, 25), numbers, st.integers(0, 8))
 def test_attached_is_the_same_or_refused(build: int, size: int, change: int, changes: int) -> None:
     make = generated(build, size, change, changes)
