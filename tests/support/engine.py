@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -30,8 +31,15 @@ CPU_ARGUMENTS = (
     *("--max-total-tokens", "4096"),
 )
 START_SECONDS = 180.0
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 _http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def end_with_parent() -> None:
+    """In a new child: SIGTERM when the test process is gone, however it ended. A session of its own outlives Ctrl-C."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class EngineFailed(Exception):
@@ -94,6 +102,7 @@ class Engine:
                 stderr=subprocess.STDOUT,
                 env=self.environment,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         return self
 
