@@ -129,7 +129,8 @@ def test_too_few_free_descriptors_fail_the_exchange(pair: Pair) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with no_leak(), files(20) as fds:
         push(pair[0], b"data", fds)
-        free = [number for number in range(1000) if number not in open_fds()]
+        used = open_fds()
+        free = [number for number in range(1000) if number not in used]
         resource.setrlimit(resource.RLIMIT_NOFILE, (free[7], hard))
         try:
             with pytest.raises(ProtocolError, match="descriptors were lost on the way"):
