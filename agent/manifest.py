@@ -21,8 +21,8 @@ import base64
 import builtins
 import json
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 from weightcache.errors import ProtocolError
 
@@ -43,8 +43,7 @@ Scalar = bool | int | float | str | None | tuple[str, str]
 """A plain value, ("dtype", name) or ("enum", "CLASS:NAME")."""
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """``bytes`` at ``offset`` of the set's range; ``shared`` ones are mapped read-only, others copied per engine."""
 
     offset: int
@@ -52,8 +51,7 @@ class Storage:
     shared: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A view. ``storage`` >= 0 is a row of storages, < 0 is inline value -storage - 1. ``offset`` is in elements.
 
     ``kind`` is ``parameter`` or ``tensor``; ``cls`` is the qualified class of a parameter; ``attributes`` are the
@@ -71,8 +69,7 @@ class Tensor:
     attributes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Module:
+class Module(NamedTuple):
     """One module object: every path that leads to it, the first one canonical, and its qualified class."""
 
     paths: tuple[str, ...]
@@ -80,8 +77,7 @@ class Module:
     external: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A place that holds a tensor: ``place`` is one of PLACES, ``steps`` lead from the module to the value.
 
     ``tensor`` -1 with ``external`` "ROLE:N" names tensor N of another set instead.
@@ -94,8 +90,7 @@ class Slot:
     external: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(NamedTuple):
     """A name that construction leaves behind and loading takes away (``none``: sets to None)."""
 
     module: int
@@ -104,8 +99,7 @@ class Removed:
     none: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
+class Container(NamedTuple):
     """A container that loading made or resized: its qualified class and its keys, positions or (of a set) items."""
 
     module: int
@@ -114,8 +108,7 @@ class Container:
     keys: tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedScalar:
+class ChangedScalar(NamedTuple):
     """A plain value on a module or one of its helper objects that loading changed."""
 
     module: int
@@ -123,8 +116,7 @@ class ChangedScalar:
     value: Scalar
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Names(NamedTuple):
     """All names of one table of a module in their order, None values included, where construction gives another."""
 
     module: int
@@ -176,7 +168,7 @@ def encode(manifest: Manifest) -> bytes:
     body: dict[str, Any] = {"schema": SCHEMA, "bytes": manifest.bytes}
     body["inline"] = [base64.b64encode(value).decode() for value in manifest.inline]
     for name in _TABLES:
-        body[name] = [astuple(row) for row in getattr(manifest, name)]
+        body[name] = getattr(manifest, name)  # a named tuple is an array in JSON
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -208,29 +200,59 @@ def _of(kind: type[R], value: Any) -> R:
     return value
 
 
-def _all(kind: type[R], value: Any) -> tuple[R, ...]:
-    # An attach decodes thousands of these: one pass in C instead of a call for each item.
-    if not isinstance(value, list) or (value and set(map(type, value)) != {kind}):
+# An attach decodes thousands of rows, so the checks below are one pass in C for each row or list, not a call an item.
+
+
+def _typed(row: Any, *types: type) -> Any:
+    if type(row) is not list or tuple(map(type, row)) != types:
+        raise TypeError(f"a malformed row {row!r}")
+    return row
+
+
+def _all(kind: type[R], value: list[Any]) -> tuple[R, ...]:
+    if value and set(map(type, value)) != {kind}:
         raise TypeError(f"expected a list of {kind.__name__}, got {value!r}")
     return tuple(value)
 
 
-_TENSOR_TYPES = (int, int, list, list, str, str, str, bool, list)
-
-
 def _tensor(row: Any) -> Tensor:
-    if tuple(map(type, row)) != _TENSOR_TYPES:
-        raise TypeError(f"a malformed tensor row {row!r}")
-    storage, offset, shape, stride, dtype, kind, cls, requires_grad, attributes = row
+    storage, offset, shape, stride, dtype, kind, cls, requires_grad, attributes = _typed(
+        row, int, int, list, list, str, str, str, bool, list
+    )
     return Tensor(
         storage, offset, _all(int, shape), _all(int, stride), dtype, kind, cls, requires_grad, _all(str, attributes)
     )
 
 
+def _module(row: Any) -> Module:
+    paths, cls, external = _typed(row, list, str, str)
+    return Module(_all(str, paths), cls, external)
+
+
+def _slot(row: Any) -> Slot:
+    module, place, steps, tensor, external = _typed(row, int, str, list, int, str)
+    return Slot(module, place, _steps(steps), tensor, external)
+
+
+def _container(row: Any) -> Container:
+    module, steps, kind, keys = _typed(row, int, list, str, list)
+    return Container(module, _steps(steps), kind, tuple(map(_key, keys)))
+
+
+def _changed(row: Any) -> ChangedScalar:
+    module, steps, value = row
+    return ChangedScalar(_of(int, module), _steps(_of(list, steps)), _scalar(value))
+
+
+def _names(row: Any) -> Names:
+    module, place, names = _typed(row, int, str, list)
+    return Names(module, place, _all(str, names))
+
+
 _STEP_TYPES: dict[str, tuple[type, ...]] = {"attr": (str,), "item": (int,), "key": (str, int)}
 
 
-def _steps(value: Any) -> tuple[Step, ...]:
+def _steps(value: list[Any]) -> tuple[Step, ...]:
     steps = []
     for kind, step in value:
         if type(step) not in _STEP_TYPES.get(kind, ()) or (kind == "attr" and is_reserved(step)):
@@ -257,15 +279,15 @@ def _key(value: Any) -> str | int:
 
 
 _ROWS: dict[type, Callable[[Any], Any]] = {
-    Storage: lambda r: Storage(_of(int, r[0]), _of(int, r[1]), _of(bool, r[2])),
+    Storage: lambda row: Storage._make(_typed(row, int, int, bool)),
     Tensor: _tensor,
-    Module: lambda r: Module(_all(str, r[0]), _of(str, r[1]), _of(str, r[2])),
-    Slot: lambda r: Slot(_of(int, r[0]), _of(str, r[1]), _steps(r[2]), _of(int, r[3]), _of(str, r[4])),
-    Removed: lambda r: Removed(_of(int, r[0]), _of(str, r[1]), _of(str, r[2]), _of(bool, r[3])),
-    Container: lambda r: Container(_of(int, r[0]), _steps(r[1]), _of(str, r[2]), tuple(map(_key, _of(list, r[3])))),
-    ChangedScalar: lambda r: ChangedScalar(_of(int, r[0]), _steps(r[1]), _scalar(r[2])),
-    Names: lambda r: Names(_of(int, r[0]), _of(str, r[1]), _all(str, r[2])),
-}  # fmt: skip
+    Module: _module,
+    Slot: _slot,
+    Removed: lambda row: Removed._make(_typed(row, int, str, str, bool)),
+    Container: _container,
+    ChangedScalar: _changed,
+    Names: _names,
+}
 
 
 def _check(manifest: Manifest) -> None:

@@ -6,8 +6,11 @@ caches (its rotary embeddings), so a failure after it ends the process, and the 
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +117,8 @@ class ServingLoader:
         answer.fingerprint = observe(model_config, self.inner.load_config, self.runner.server_args, device)
         answer.milliseconds["observe"] = (time.perf_counter() - started) * 1000
         path = socket_of(self.directive, device, adapter.global_rank())
-        given = ask(path, self.directive, answer.fingerprint, _log_progress)
+        with _no_collection():
+            given = ask(path, self.directive, answer.fingerprint, _log_progress)
         if isinstance(given, Offer):
             answer.vote, answer.offer = Vote.ATTACH, given
             answer.milliseconds |= given.milliseconds
@@ -152,7 +156,8 @@ class ServingLoader:
             marks.append(time.perf_counter())
             model = adapter.build_on_meta(model_config, self.inner.load_config)
             marks.append(time.perf_counter())
-            rebuilt = rebuild(model, offer.manifest, base, state.process.rebuilt)
+            with _no_collection():
+                rebuilt = rebuild(model, offer.manifest, base, state.process.rebuilt)
             marks.append(time.perf_counter())
         except Exception as error:
             offer.withdraw()
@@ -252,6 +257,18 @@ def device_of(device_config: Any) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Thousands of small objects in milliseconds start the garbage collector, which then walks all of SGLang's."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _memory(device: torch.device) -> Memory:

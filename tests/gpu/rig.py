@@ -90,6 +90,11 @@ def process_used() -> dict[int, int]:
     return {p.pid: int(p.usedGpuMemory or 0) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
 
 
+def gpu_count() -> int:
+    """GPUs of this machine."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if profile().backend == "cuda" else 0
+
+
 def gpu_uuid() -> str:
     """The UUID of GPU 0, as nvidia-smi prints it."""
     out = subprocess.run(

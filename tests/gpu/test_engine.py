@@ -126,6 +126,23 @@ def test_two_engines_attach_and_survive_the_agent(
     rig.wait_for(lambda: not _all_leases(agent), 10, "the first engine's lease to end")
 
 
+@pytest.mark.skipif(rig.gpu_count() < 2, reason="needs two GPUs")
+def test_an_engine_finds_its_agent_by_uuid(
+    agent: Agent, directory: Path, disk: dict[str, object], figures: Figures
+) -> None:
+    """With the visible devices swapped, ordinal 1 is the GPU that the agent serves, and ordinal 0 is not."""
+    if not agent.status()["sets"]:
+        rig.wcache(agent, "load", "--wait", "400")
+    swapped = rig.engine(
+        directory / "swapped.log", directory=directory, extra=("--base-gpu-id", "1", *rig.profile().fast)
+    )
+    swapped.environment["CUDA_VISIBLE_DEVICES"] = "1,0"
+    with rig.serving(swapped):
+        figures.note("devices swapped: the launcher says", rig.launcher_line(swapped))
+        assert "attached set" in rig.launcher_line(swapped), rig.launcher_line(swapped)
+        assert rig.answers(swapped) == disk["answers"]
+
+
 def _kill_agent_while_serving(agent: Agent, first, second, disk: dict[str, object], figures: Figures) -> None:  # type: ignore[no-untyped-def]
     used = rig.device_used()
     agent.kill()

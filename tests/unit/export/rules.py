@@ -168,7 +168,7 @@ class Layers(nn.Module):
     wrapping(
         walk,
         "find_modules",
-        lambda original, model: [dataclasses.replace(m, paths=m.paths[:1]) for m in original(model)],
+        lambda original, model: [m._replace(paths=m.paths[:1]) for m in original(model)],
     ),
 )
 def check_shared_module() -> None:
@@ -203,31 +203,31 @@ carried(
     "view-offset",
     put("a", lambda: parameter(4, 6)),
     lambda m: setattr(m, "slice", m.a.data[2:, 3:]),
-    rows("Tensor", lambda row: dataclasses.replace(row, offset=0)),
+    rows("Tensor", lambda row: row._replace(offset=0)),
 )
 carried(
     "view-stride",
     put("a", lambda: parameter(4, 6)),
     lambda m: setattr(m, "a", nn.Parameter(fresh(6, 4).t(), requires_grad=False)),
-    rows("Tensor", lambda row: dataclasses.replace(row, stride=tuple(torch.empty(row.shape, device="meta").stride()))),
+    rows("Tensor", lambda row: row._replace(stride=tuple(torch.empty(row.shape, device="meta").stride()))),
 )
 carried(
     "stride-zero",
     put("a", lambda: parameter(1)),
     lambda m: setattr(m, "wide", nn.Parameter(m.a.data.expand(50, 1), requires_grad=False)),
-    rows("Tensor", lambda row: dataclasses.replace(row, stride=tuple(torch.empty(row.shape, device="meta").stride()))),
+    rows("Tensor", lambda row: row._replace(stride=tuple(torch.empty(row.shape, device="meta").stride()))),
 )
 carried(
     "slice-of-a-larger-buffer",
     put("a", lambda: parameter(4)),
     lambda m: setattr(m.a, "data", fresh(1000)[300:304]),
-    rows("Tensor", lambda row: dataclasses.replace(row, offset=0)),
+    rows("Tensor", lambda row: row._replace(offset=0)),
 )
 carried(
     "dtype",
     put("a", lambda: parameter(4)),
     lambda m: setattr(m.a, "data", fresh(4).to(torch.float8_e4m3fn)),
-    rows("Tensor", lambda row: dataclasses.replace(row, dtype="int8" if row.dtype == "float8_e4m3fn" else row.dtype)),
+    rows("Tensor", lambda row: row._replace(dtype="int8" if row.dtype == "float8_e4m3fn" else row.dtype)),
 )
 carried(
     "zero-size",
@@ -239,13 +239,13 @@ carried(
     "zero-dimensional",
     put("a", lambda: parameter(3)),
     lambda m: setattr(m, "scale", nn.Parameter(fresh(1)[0], requires_grad=False)),
-    rows("Tensor", lambda row: dataclasses.replace(row, shape=row.shape or (1,), stride=row.stride or (1,))),
+    rows("Tensor", lambda row: row._replace(shape=row.shape or (1,), stride=row.stride or (1,))),
 )
 carried(
     "requires-grad",
     lambda m: both(put("a", lambda: nn.Parameter(torch.zeros(2))), put("b", lambda: torch.zeros(2)))(m),
     lambda m: m.b.requires_grad_(),
-    rows("Tensor", lambda row: dataclasses.replace(row, requires_grad=False)),
+    rows("Tensor", lambda row: row._replace(requires_grad=False)),
 )
 carried(
     "parameter-class",
@@ -292,13 +292,13 @@ carried(
     "transient-buffers",
     lambda m: m.register_buffer("a", torch.zeros(3), persistent=False),
     lambda m: m.register_buffer("b", fresh(3), persistent=False),
-    rows("Slot", lambda row: dataclasses.replace(row, place=row.place.removeprefix("transient-"))),
+    rows("Slot", lambda row: row._replace(place=row.place.removeprefix("transient-"))),
 )
 carried(
     "buffer-becomes-persistent",
     lambda m: m.register_buffer("a", torch.zeros(3), persistent=False),
     lambda m: both(lambda m: delattr(m, "a"), lambda m: m.register_buffer("a", fresh(3)))(m),
-    rows("Slot", lambda row: dataclasses.replace(row, place=manifest.TRANSIENT_BUFFER)),
+    rows("Slot", lambda row: row._replace(place=manifest.TRANSIENT_BUFFER)),
 )
 
 # -- where tensors sit -----------------------------------------------------------------------------------------------

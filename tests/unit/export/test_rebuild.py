@@ -95,7 +95,7 @@ def test_the_class_of_the_root_counts(published: way.Published) -> None:
 
 def test_a_parameter_class_is_never_imported(published: way.Published) -> None:
     assert "wave" not in sys.modules
-    tensors = tuple(dataclasses.replace(row, cls="wave.Wave_read") for row in published.manifest.tensors)
+    tensors = tuple(row._replace(cls="wave.Wave_read") for row in published.manifest.tensors)
     with pytest.raises(AttachFailed, match="this model has no parameter class"):
         bind(published, on_meta(Plain), tensors=tensors)
     assert "wave" not in sys.modules
@@ -109,7 +109,7 @@ def test_a_parameter_class_that_is_loaded_is_found() -> None:
 
 
 def test_attributes_come_from_the_parameter_that_is_replaced(published: way.Published) -> None:
-    tensors = tuple(dataclasses.replace(row, attributes=("weight_loader",)) for row in published.manifest.tensors)
+    tensors = tuple(row._replace(attributes=("weight_loader",)) for row in published.manifest.tensors)
     with pytest.raises(AttachFailed, match="'weight_loader', which this model does not make"):
         bind(published, on_meta(Plain), tensors=tensors)
 
@@ -120,14 +120,14 @@ HUGE = 1 << 62
 
 
 def first(rows: tuple[Any, ...], **changes: Any) -> tuple[Any, ...]:
-    return (dataclasses.replace(rows[0], **changes), *rows[1:])
+    return (rows[0]._replace(**changes), *rows[1:])
 
 
 def weight(body: Manifest, **changes: Any) -> dict[str, Any]:
     """Change the first matrix among the weights."""
     index = next(i for i, row in enumerate(body.tensors) if row.kind == "parameter" and len(row.shape) == 2)
     rows = list(body.tensors)
-    rows[index] = dataclasses.replace(rows[index], **changes)
+    rows[index] = rows[index]._replace(**changes)
     return {"tensors": tuple(rows)}
 
 
@@ -207,7 +207,7 @@ def test_a_hostile_manifest_is_not_even_decoded(
         lambda b: {
             "tensors": (
                 *b.tensors[: private_row(b)],
-                dataclasses.replace(b.tensors[private_row(b)], shape=(1 << 40,), stride=(1,)),
+                b.tensors[private_row(b)]._replace(shape=(1 << 40,), stride=(1,)),
                 *b.tensors[private_row(b) + 1 :],
             )
         },
