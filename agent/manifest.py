@@ -3,7 +3,7 @@
 A weight set is one linear range of bytes: its arenas back to back. A *storage* is a piece of that range, a *tensor*
 is a view of a storage (or of an inline value), a *module* is one object of the tree with all paths that lead to it,
 and a *slot* is a place (module, kind, steps) that holds a tensor. One object that several slots name is one row: that
-is how tied weights and shared modules stay one object. Rows travel as JSON arrays in declaration order.
+is how tied weights and shared modules stay one object. A table travels as one JSON array a column.
 
     storage   offset, bytes, shared                       shared: mapped read-only; otherwise copied per engine
     tensor    storage, offset, shape, stride, dtype, kind, cls, requires_grad, attributes
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import base64
 import builtins
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -146,16 +147,6 @@ class Manifest:
 
 
 R = TypeVar("R")
-_TABLES: dict[str, type] = {
-    "storages": Storage,
-    "tensors": Tensor,
-    "modules": Module,
-    "slots": Slot,
-    "removed": Removed,
-    "scalars": ChangedScalar,
-    "containers": Container,
-    "names": Names,
-}
 
 
 def is_reserved(name: str) -> bool:
@@ -164,11 +155,12 @@ def is_reserved(name: str) -> bool:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """JSON, one array a row."""
+    """JSON, one array a column: an attach decodes thousands of rows, and a column is checked in one pass."""
     body: dict[str, Any] = {"schema": SCHEMA, "bytes": manifest.bytes}
     body["inline"] = [base64.b64encode(value).decode() for value in manifest.inline]
-    for name in _TABLES:
-        body[name] = getattr(manifest, name)  # a named tuple is an array in JSON
+    for name, columns in _TABLES.items():
+        rows = getattr(manifest, name)
+        body[name] = list(zip(*rows, strict=True)) or [[] for _ in columns.decoders]
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -186,79 +178,62 @@ def _parsed(body: Any) -> Manifest:
     if body.get("schema") != SCHEMA:
         raise ProtocolError(f"a manifest of schema {body.get('schema')!r}; this version reads {SCHEMA}")
     manifest = Manifest(
-        bytes=_of(int, body["bytes"]),
-        inline=tuple(base64.b64decode(value, validate=True) for value in body["inline"]),
-        **{name: tuple([_ROWS[cls](row) for row in body[name]]) for name, cls in _TABLES.items()},
+        bytes=_one(int, body["bytes"]),
+        inline=tuple(base64.b64decode(value, validate=True) for value in _one(list, body["inline"])),
+        **{name: columns.rows(body[name]) for name, columns in _TABLES.items()},
     )
     _check(manifest)
     return manifest
 
 
-def _of(kind: type[R], value: Any) -> R:
+def _one(kind: type[R], value: Any) -> R:
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {value!r}")
     return value
 
 
-# An attach decodes thousands of rows, so the checks below are one pass in C for each row or list, not a call an item.
+def _only(values: Iterable[Any], *kinds: type) -> None:
+    """All values are of these types exactly; one pass in C."""
+    if foreign := set(map(type, values)).difference(kinds):
+        raise TypeError(f"expected {kinds[0].__name__}, got {foreign.pop().__name__}")
 
 
-def _typed(row: Any, *types: type) -> Any:
-    if type(row) is not list or tuple(map(type, row)) != types:
-        raise TypeError(f"a malformed row {row!r}")
-    return row
+Decoder = Callable[[list[Any]], Iterable[Any]]
 
 
-def _all(kind: type[R], value: list[Any]) -> tuple[R, ...]:
-    if value and set(map(type, value)) != {kind}:
-        raise TypeError(f"expected a list of {kind.__name__}, got {value!r}")
-    return tuple(value)
+def _of(*kinds: type) -> Decoder:
+    def decode(column: list[Any]) -> Iterable[Any]:
+        _only(column, *kinds)
+        return column
+
+    return decode
 
 
-def _tensor(row: Any) -> Tensor:
-    storage, offset, shape, stride, dtype, kind, cls, requires_grad, attributes = _typed(
-        row, int, int, list, list, str, str, str, bool, list
-    )
-    return Tensor(
-        storage, offset, _all(int, shape), _all(int, stride), dtype, kind, cls, requires_grad, _all(str, attributes)
-    )
+def _lists_of(*kinds: type) -> Decoder:
+    def decode(column: list[Any]) -> Iterable[Any]:
+        _only(column, list)
+        _only(itertools.chain.from_iterable(column), *kinds)
+        return map(tuple, column)
 
-
-def _module(row: Any) -> Module:
-    paths, cls, external = _typed(row, list, str, str)
-    return Module(_all(str, paths), cls, external)
-
-
-def _slot(row: Any) -> Slot:
-    module, place, steps, tensor, external = _typed(row, int, str, list, int, str)
-    return Slot(module, place, _steps(steps), tensor, external)
-
-
-def _container(row: Any) -> Container:
-    module, steps, kind, keys = _typed(row, int, list, str, list)
-    return Container(module, _steps(steps), kind, tuple(map(_key, keys)))
-
-
-def _changed(row: Any) -> ChangedScalar:
-    module, steps, value = row
-    return ChangedScalar(_of(int, module), _steps(_of(list, steps)), _scalar(value))
-
-
-def _names(row: Any) -> Names:
-    module, place, names = _typed(row, int, str, list)
-    return Names(module, place, _all(str, names))
+    return decode
 
 
 _STEP_TYPES: dict[str, tuple[type, ...]] = {"attr": (str,), "item": (int,), "key": (str, int)}
 
 
-def _steps(value: list[Any]) -> tuple[Step, ...]:
-    steps = []
-    for kind, step in value:
-        if type(step) not in _STEP_TYPES.get(kind, ()) or (kind == "attr" and is_reserved(step)):
-            raise ValueError(f"an unknown step {kind!r} {step!r}")
-        steps.append((kind, step))
-    return tuple(steps)
+def _steps(column: list[Any]) -> Iterable[Any]:
+    _only(column, list)
+    return [tuple([_step(*step) for step in steps]) for steps in column]
+
+
+def _step(kind: str, step: Any) -> Step:
+    if type(step) not in _STEP_TYPES.get(kind, ()) or (kind == "attr" and is_reserved(step)):
+        raise ValueError(f"an unknown step {kind!r} {step!r}")
+    return kind, step
+
+
+def _scalars(column: list[Any]) -> Iterable[Any]:
+    return map(_scalar, column)
 
 
 def _scalar(value: Any) -> Scalar:
@@ -266,27 +241,35 @@ def _scalar(value: Any) -> Scalar:
         kind, name = value
         if kind not in ("dtype", "enum"):
             raise ValueError(f"an unknown kind of value {kind!r}")
-        return (kind, _of(str, name))
+        return (kind, _one(str, name))
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a value that is no scalar: {value!r}")
 
 
-def _key(value: Any) -> str | int:
-    if type(value) is str or type(value) is int:
-        return value
-    raise TypeError(f"a key that is neither text nor a number: {value!r}")
+class _Table(NamedTuple):
+    """How the rows of one table are made from its columns."""
+
+    row: Any
+    decoders: tuple[Decoder, ...]
+
+    def rows(self, columns: Any) -> tuple[Any, ...]:
+        _one(list, columns)
+        decoded = [decode(_one(list, column)) for decode, column in zip(self.decoders, columns, strict=True)]
+        return tuple(map(self.row._make, zip(*decoded, strict=True)))
 
 
-_ROWS: dict[type, Callable[[Any], Any]] = {
-    Storage: lambda row: Storage._make(_typed(row, int, int, bool)),
-    Tensor: _tensor,
-    Module: _module,
-    Slot: _slot,
-    Removed: lambda row: Removed._make(_typed(row, int, str, str, bool)),
-    Container: _container,
-    ChangedScalar: _changed,
-    Names: _names,
+_INT, _TEXT, _BOOL, _INTS, _TEXTS = _of(int), _of(str), _of(bool), _lists_of(int), _lists_of(str)
+
+_TABLES: dict[str, _Table] = {
+    "storages": _Table(Storage, (_INT, _INT, _BOOL)),
+    "tensors": _Table(Tensor, (_INT, _INT, _INTS, _INTS, _TEXT, _TEXT, _TEXT, _BOOL, _TEXTS)),
+    "modules": _Table(Module, (_TEXTS, _TEXT, _TEXT)),
+    "slots": _Table(Slot, (_INT, _TEXT, _steps, _INT, _TEXT)),
+    "removed": _Table(Removed, (_INT, _TEXT, _TEXT, _BOOL)),
+    "scalars": _Table(ChangedScalar, (_INT, _steps, _scalars)),
+    "containers": _Table(Container, (_INT, _steps, _TEXT, _lists_of(str, int))),
+    "names": _Table(Names, (_INT, _TEXT, _TEXTS)),
 }
 
 

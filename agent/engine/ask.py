@@ -90,7 +90,7 @@ def ask(
             fingerprint=fingerprint,
             wait_seconds=directive.wait_seconds,
             donate=directive.donate,
-            evict=directive.on_mismatch == "evict",
+            evict=directive.on_mismatch == "evict" and not directive.explain,
         )
         conversation.send(request)
         deadline = time.monotonic() + directive.wait_seconds + ANSWER_SECONDS

@@ -18,7 +18,7 @@ from weightcache.paths import RankPaths
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS = 0.2
-LAST_RETRY_SECONDS = 5.0
+LAST_RETRY_SECONDS = 1.0
 
 
 class Lease:

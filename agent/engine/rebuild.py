@@ -259,11 +259,11 @@ class _Builder:
 
     def _nothing_left_on_meta(self) -> None:
         """What construction made is in the manifest, slot by slot; this catches a construction that made more here."""
-        for path, module in self.model.named_modules():
+        for row, module in zip(self.body.modules, self.modules, strict=True):
             for table in (module._parameters, module._buffers, vars(module)):
                 for name, value in table.items():
                     if isinstance(value, torch.Tensor) and value.is_meta:
-                        raise AttachFailed(f"the set brings no value for {path}.{name}")
+                        raise AttachFailed(f"the set brings no value for {row.paths[0]}.{name}")
 
 
 _MAKERS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {

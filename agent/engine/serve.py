@@ -32,6 +32,8 @@ from weightcache.memory import Memory, open_memory
 
 logger = logging.getLogger(__name__)
 
+LAUNCHER_SECONDS = 5.0
+
 
 @dataclass(slots=True)
 class Answer:
@@ -228,12 +230,19 @@ class ServingLoader:
     def _explain(self, answer: Answer, role: str) -> None:
         answer.withdraw()
         self._report(role, "explained", error=answer.reason, milliseconds=answer.milliseconds)
+        self._await_the_end()
         raise SystemExit(0)
 
     def _refuse(self, answer: Answer, agreement: Agreement, role: str) -> None:
         error = answer.reason or AttachFailed(f"rank {agreement.reluctant} could not attach")
         self._report(role, "refused", error=error, milliseconds=answer.milliseconds)
+        self._await_the_end()
         raise error
+
+    def _await_the_end(self) -> None:
+        """The launcher ends an engine that will not serve; by itself it would end with tracebacks of SGLang's."""
+        if self.directive.report:
+            time.sleep(LAUNCHER_SECONDS)
 
     def _report(self, role: str, outcome: Any, error: WeightcacheError | None = None, **facts: Any) -> None:
         if facts.get("milliseconds"):

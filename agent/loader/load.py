@@ -1,7 +1,7 @@
 """The ``load`` role: a tiny parent without SGLang, and below it one SGLang launch that publishes and ends.
 
-A failing SGLang scheduler sends SIGQUIT to its parent. This parent ignores it, reaps the child, and makes sure that
-the agent hears a reason even when the child could not say one.
+A failing SGLang scheduler sends SIGQUIT to its parent. This parent ignores it, reaps the child, and says how it ended.
+A child that knows why tells the agent itself; otherwise the agent has this process's exit status and last lines.
 """
 
 from __future__ import annotations
@@ -45,20 +45,16 @@ def run(args: argparse.Namespace) -> int:
         group=args.group,
         arena_bytes=args.arena_bytes,
     )
-    publish_sockets = [RankPaths(args.socket_dir, rank).publish for rank in ranks]
     try:
         _check_model(arguments)
     except WeightcacheError as error:
-        _tell(publish_sockets, args.group, error)
+        tell(directive, error)
         raise
     status = _launch(directive, arguments)
     if status:
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        # Where the child already gave a reason, the agent has closed that publication and this one is refused.
-        failure = LoadFailed(f"SGLang ended with {how} before the weights were published")
-        _tell(publish_sockets, args.group, failure)
-        print(f"weightcache-loader: {failure}", file=sys.stderr)
-        return 1
+        print(f"weightcache-loader: SGLang ended with {how} before the weights were published", file=sys.stderr)
+        return LoadFailed.exit_status
     return 0
 
 
@@ -101,11 +97,14 @@ def _launch(directive: Directive, arguments: Sequence[str]) -> int:
     return child.wait()
 
 
-def _tell(publish_sockets: Sequence[Path], group: str, error: WeightcacheError) -> None:
+def tell(directive: Directive, error: WeightcacheError) -> None:
+    """Give every agent of this load the reason why it failed."""
     from weightcache.loader.publication import Publication
 
-    for path in publish_sockets:
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    for public in map(Path, directive.sockets.values()):
+        path = RankPaths(public.parent, int(public.name.partition(".")[0])).publish
         try:
-            Publication(path, source="loader", group=group, token=os.environ.get(TOKEN_VARIABLE, "")).abort(error)
+            Publication(path, source="loader", group=directive.group, token=token).abort(error)
         except WeightcacheError:
             continue

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from weightcache.engine import directive as directives
 from weightcache.errors import LoadFailed, WeightcacheError
+from weightcache.loader import load
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,5 +107,8 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except WeightcacheError as failure:
+        # The loaders of single ranks have told their agents; this is about what comes before there is any.
+        if (directive := directives.read()) is not None:
+            load.tell(directive, failure)
         print(f"weightcache-loader: {failure}", file=sys.stderr)
         sys.exit(failure.exit_status)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weightcache.errors import AttachFailed, DeviceUnavailable, NoRoom
+from weightcache.memory import LARGE_PAGE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,7 +65,8 @@ class CudaRegion:
         self._base = 0
         if reserved:
             with memory.current():
-                self._base = int(memory.driver.cuMemAddressReserve(reserved, memory.granularity, 0, 0))
+                alignment = LARGE_PAGE if reserved >= LARGE_PAGE else memory.granularity
+                self._base = int(memory.driver.cuMemAddressReserve(reserved, alignment, 0, 0))
 
     def bytes_at(self, offset: int, size: int) -> torch.Tensor:
         """A uint8 CUDA tensor over ``size`` bytes at ``offset``, without a copy; it does not keep the region alive.
