@@ -1,0 +1,185 @@
+"""What an engine does when the resident set is not what it needs, or nobody holds any."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.engine import support
+from tests.support import test_loader
+from tests.support.agent import Agent
+from tests.support.engine import Engine
+from tests.support.environments import NEWEST
+from weightcache import protocol
+from weightcache.client import Conversation
+from weightcache.fingerprint import CONSEQUENCES
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("sglang_version", [NEWEST], indirect=True)]
+
+FLOAT16 = ("--dtype", "float16")
+DTYPE = {"dtype": ("bfloat16", "float16", CONSEQUENCES["dtype"])}
+HOLDS_OTHERS = "rank 0 holds other weights than this engine needs"
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """An agent that loaded ``model``, a checkpoint that the tests may change."""
+
+    agent: Agent
+    model: Path
+    set_id: str
+
+
+@pytest.fixture(scope="module")
+def resident(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
+    """The tiny model in bfloat16, loaded by the real loader."""
+    folder = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
+    model = tmp_path_factory.mktemp("checkpoint") / "model"
+    shutil.copytree(tiny_model, model)
+    try:
+        with Agent(folder, model=model) as agent:
+            yield Resident(agent, model, agent.load())
+    finally:
+        shutil.rmtree(folder)
+
+
+def assert_serves_from_disk(engine: Engine) -> None:
+    assert len(engine.generate("weights stay", 4)) >= 0
+    assert support.memory_of(support.scheduler(engine)).arenas == ()
+
+
+def test_fallback_names_the_field_and_serves_from_disk(resident: Resident, sglang_version: str, tmp_path: Path) -> None:
+    with support.launched(resident.agent, resident.model, tmp_path / "log", arguments=FLOAT16) as engine:
+        assert support.line_of(engine) == f"rank 0: loaded from disk: {HOLDS_OTHERS} (dtype)"
+        assert support.table_of(engine) == DTYPE
+        assert_serves_from_disk(engine)
+        (held,) = resident.agent.status().sets
+        assert (held.id, held.leases) == (resident.set_id, ())
+
+
+def test_error_ends_with_the_table(resident: Resident, sglang_version: str, tmp_path: Path) -> None:
+    """Other rotary angles: the same shapes, so that nothing but the fingerprint stands in the way."""
+    override = '{"rope_theta": 500000}'
+    engine = support.launched(
+        resident.agent,
+        resident.model,
+        tmp_path / "log",
+        options=("--wcache-on-mismatch", "error"),
+        arguments=("--json-model-override-args", override),
+    )
+    assert support.run_to_end(engine) == 1
+    assert f"rank 0: refused: {HOLDS_OTHERS} (override_args)" in support.lines(engine)
+    assert support.table_of(engine) == {"override_args": ("(none)", override, CONSEQUENCES["override_args"])}
+    assert "Traceback" not in engine.text()
+    assert engine.family() == []
+
+
+def test_evict_needs_the_agents_permission(resident: Resident, sglang_version: str, tmp_path: Path) -> None:
+    with support.launched(
+        resident.agent,
+        resident.model,
+        tmp_path / "log",
+        options=("--wcache-on-mismatch", "evict"),
+        arguments=FLOAT16,
+    ) as engine:
+        assert "[policy] clients_may_evict_unleased is off" in support.line_of(engine)
+        assert support.table_of(engine) == DTYPE
+        assert_serves_from_disk(engine)
+        assert [held.id for held in resident.agent.status().sets] == [resident.set_id]
+
+
+def test_evict_with_permission(sglang_version: str, tiny_model: Path, runtime_dir: Path, tmp_path: Path) -> None:
+    with Agent(runtime_dir, policy={"clients_may_evict_unleased": True}) as agent:
+        old = fill(agent)
+        with support.launched(agent, tiny_model, tmp_path / "log", options=("--wcache-on-mismatch", "evict")) as engine:
+            (held,) = agent.status().sets
+            assert held.id != old
+            assert held.model == str(tiny_model.resolve())
+            assert "loaded from disk and donated" in support.line_of(engine)
+            assert [lease.pid for lease in held.leases] == [support.scheduler(engine)]
+
+
+def fill(agent: Agent) -> str:
+    """Let the agent hold a set that no engine needs and nobody uses."""
+    print_ = test_loader.fingerprint()
+    with Conversation(agent.paths.public) as invited, Conversation(agent.paths.publish) as conversation:
+        attach = protocol.Attach("target", "g", print_, 0.0, donate=True)
+        token = invited.request(attach, protocol.DonationInvited).token
+        conversation.request(protocol.Begin("donor", "g", token), protocol.Accepted)
+        set_id = test_loader.publish(conversation, test_loader.make(print_))
+        conversation.request(protocol.Commit(1), protocol.Committed)
+    return set_id
+
+
+def test_no_agent(sglang_version: str, tiny_model: Path, runtime_dir: Path, tmp_path: Path) -> None:
+    with support.launched(runtime_dir, tiny_model, tmp_path / "log") as engine:
+        why = f"no agent at {runtime_dir}/RANK.sock"
+        assert support.lines(engine) == [
+            f"{why}: the weights will be loaded from disk",
+            f"rank 0: loaded from disk: {why}",
+        ]
+        assert_serves_from_disk(engine)
+
+
+# -- last: these change the checkpoint ---------------------------------------------------------------------------------
+
+
+def test_explain_full_after_the_checkpoint_was_replaced(
+    resident: Resident, sglang_version: str, tmp_path: Path
+) -> None:
+    """Another file under the same name, of the same size and time: the engine says so, and does not serve."""
+    weights = resident.model / "model.safetensors"
+    replace(weights)
+    engine = support.launched(resident.agent, resident.model, tmp_path / "log", options=("--wcache-explain=full",))
+    assert support.run_to_end(engine) == 1
+    table = support.table_of(engine)
+    assert set(table) == {"checkpoint"}
+    cached, live, consequence = table["checkpoint"]
+    (held,) = resident.agent.status().sets
+    assert cached == held.fingerprint.checkpoint
+    assert re.fullmatch("[0-9a-f]{32}", live)
+    assert live != cached
+    assert consequence == CONSEQUENCES["checkpoint"]
+    assert f"rank 0: would not attach: {HOLDS_OTHERS} (checkpoint)" in engine.text()
+    assert "Load weight end" not in engine.text()
+    assert "Traceback" not in engine.text()
+    assert held.leases == ()
+
+
+def replace(weights: Path) -> None:
+    """Put a file in the place of ``weights`` that differs in one byte in the middle, with its size and times."""
+    before = weights.stat()
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    fresh = weights.with_suffix(".fresh")
+    fresh.write_bytes(data)
+    os.utime(fresh, ns=(before.st_atime_ns, before.st_mtime_ns))
+    fresh.rename(weights)
+    after = weights.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_the_launchers_own_check_sees_a_file_written_in_place(
+    resident: Resident, sglang_version: str, tmp_path: Path
+) -> None:
+    """The same file, size and times, one byte changed: ``--wcache-explain`` says so without starting anything."""
+    weights = resident.model / "model.safetensors"
+    before = weights.stat()
+    with weights.open("r+b") as opened:
+        opened.seek(before.st_size // 3)
+        byte = opened.read(1)[0]
+        opened.seek(before.st_size // 3)
+        opened.write(bytes([byte ^ 1]))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = weights.stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    engine = support.launched(resident.agent, resident.model, tmp_path / "log", options=("--wcache-explain",))
+    assert support.run_to_end(engine) == 1
+    assert re.search(r"^ +checkpoint +\| .*differs", engine.text(), re.MULTILINE), engine.text()

@@ -1,0 +1,79 @@
+"""Two ranks of one engine, each with its own agent: all of them attach, or all donate, or all load from disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.engine import support
+from tests.support.agent import Agent
+from tests.support.engine import Engine
+from tests.support.environments import NEWEST
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.parametrize("sglang_version", [NEWEST], indirect=True)]
+
+PROMPT = (1, 2, 3, 5, 8, 13, 21, 34)
+RANKS = (0, 1)
+
+
+@contextmanager
+def two_ranks(runtime_dir: Path, model: Path, log: Path) -> Iterator[Engine]:
+    """An engine with two tensor-parallel ranks.
+
+    SGLang wants to know which core each gets, and takes NCCL for itself when it finds the library, even on the CPU.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    variables = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "SGLANG_NCCL_SO_PATH": "/nonexistent/nccl"}
+    with support.launched(runtime_dir, model, log, arguments=("--tp-size", "2"), environment=variables) as engine:
+        assert len(engine.schedulers()) == len(RANKS)
+        yield engine
+
+
+def leased(agents: list[Agent]) -> set[int]:
+    """The processes that hold the agents' sets, one each."""
+    pids = []
+    for agent in agents:
+        (held,) = agent.status().sets
+        (lease,) = held.leases
+        pids.append(lease.pid)
+    assert len(set(pids)) == len(agents)
+    return set(pids)
+
+
+def test_all_ranks_or_none(sglang_version: str, tiny_model: Path, runtime_dir: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        agents = [stack.enter_context(Agent(runtime_dir, rank=rank)) for rank in RANKS]
+        where = agents[0].runtime_dir
+
+        with two_ranks(where, tiny_model, tmp_path / "donors") as engine:
+            for rank in RANKS:
+                assert "loaded from disk and donated set" in support.line_of(engine, rank)
+            assert leased(agents) == {process.pid for process in engine.schedulers()}
+            tokens = engine.tokens(PROMPT)
+        shards = [agent.status().sets[0] for agent in agents]
+        assert [held.fingerprint.tp_rank for held in shards] == list(RANKS)
+        assert shards[0].digest != shards[1].digest
+
+        with two_ranks(where, tiny_model, tmp_path / "attached") as engine:
+            for rank in RANKS:
+                assert "attached set" in support.line_of(engine, rank)
+            assert leased(agents) == {process.pid for process in engine.schedulers()}
+            for agent in agents:
+                (lease,) = agent.status().sets[0].leases
+                memory = support.memory_of(lease.pid)
+                assert memory.inodes == agent.inodes()
+                assert {mapping.permissions for mapping in memory.arenas} == {"r--p"}
+            assert engine.tokens(PROMPT) == tokens
+
+        agents[1].stop()
+        with two_ranks(where, tiny_model, tmp_path / "disk") as engine:
+            for rank in RANKS:
+                assert "loaded from disk: " in support.line_of(engine, rank)
+            for process in engine.schedulers():
+                assert support.memory_of(process.pid).arenas == ()
+            assert agents[0].status().sets[0].leases == ()
+            assert engine.tokens(PROMPT) == tokens
