@@ -77,8 +77,8 @@ class Decision:
 
     ``outcome``: attached, donated (disk, then published), disk, refused (ends the engine), failed (after the decision:
     the launcher starts again from disk) or explained. ``milliseconds`` holds the steps that were timed: observe,
-    connect, receive, map, build, bind, collective. ``mapped_bytes`` is the size of the arenas, ``private_bytes`` what
-    this engine copied.
+    connect, receive, map, private (copies), build, bind, collective. ``mapped_bytes`` is the size of the arenas,
+    ``private_bytes`` what this engine copied.
     """
 
     rank: int

@@ -42,6 +42,7 @@ class Lease:
                 return
             logger.warning("weightcache: the agent went away; this engine goes on with its weights")
             self._renew()
+        self._conversation.close()
 
     def _wait_for_end(self) -> None:
         self._conversation.sock.settimeout(None)  # a lease lasts as long as the engine

@@ -33,28 +33,50 @@ class Rebuilt:
     tensors: tuple[torch.Tensor | None, ...]
 
 
+def copy_private(body: Manifest, base: torch.Tensor) -> dict[int, torch.Tensor]:
+    """A copy of each private storage of ``body``, by its row; ``base`` is a uint8 tensor over the mapped range.
+
+    On a GPU the copies run while the host goes on.
+    """
+    rows = ((index, storage) for index, storage in enumerate(body.storages) if not storage.shared)
+    return {index: base[row.offset : row.offset + row.bytes].clone() for index, row in rows}
+
+
 def rebuild(
-    model: nn.Module, body: Manifest, base: torch.Tensor, others: Mapping[str, Rebuilt] | None = None
+    model: nn.Module,
+    body: Manifest,
+    base: torch.Tensor,
+    others: Mapping[str, Rebuilt] | None = None,
+    private: Mapping[int, torch.Tensor] | None = None,
 ) -> Rebuilt:
     """Bind ``body`` into ``model``; ``base`` is a uint8 tensor over the mapped range.
 
-    ``others`` holds already attached sets by role. Raises AttachFailed when the trees differ; the model is then unfit.
+    ``others`` holds already attached sets by role, ``private`` what copy_private made of this one (default: made here).
+    Raises AttachFailed when the trees differ; the model is then unfit.
     """
     try:
-        return _Builder(model, body, base, others or {}).run()
+        private = copy_private(body, base) if private is None else private
+        return _Builder(model, body, base, others or {}, private).run()
     except (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError, OverflowError) as error:
         raise AttachFailed(f"the model does not fit the manifest: {type(error).__name__}: {error}") from error
 
 
 class _Builder:
-    def __init__(self, model: nn.Module, body: Manifest, base: torch.Tensor, others: Mapping[str, Rebuilt]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        body: Manifest,
+        base: torch.Tensor,
+        others: Mapping[str, Rebuilt],
+        private: Mapping[int, torch.Tensor],
+    ) -> None:
         self.model = model
         self.body = body
         self.base = base
         self.others = others
         self.modules: list[nn.Module] = []
         self.tensors: list[torch.Tensor | None] = [None] * len(body.tensors)
-        self.private: dict[int, torch.Tensor] = {}
+        self.private = private
         self.typed: dict[str, torch.Tensor] = {}
 
     def run(self) -> Rebuilt:
@@ -173,11 +195,7 @@ class _Builder:
             return view(flat.clone(), 0, row.shape, row.stride, dtype)
         storage = self.body.storages[row.storage]
         if not storage.shared:
-            piece = self.private.get(row.storage)
-            if piece is None:
-                piece = self.base[storage.offset : storage.offset + storage.bytes].clone()
-                self.private[row.storage] = piece
-            return view(piece, row.offset * dtype.itemsize, row.shape, row.stride, dtype)
+            return view(self.private[row.storage], row.offset * dtype.itemsize, row.shape, row.stride, dtype)
         if (row.offset + extent(row.shape, row.stride)) * dtype.itemsize > storage.bytes:
             raise ValueError(f"a tensor that leaves its storage: {row}")
         # One call a tensor: hundreds of them are most of what an attach does on the host.

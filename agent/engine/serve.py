@@ -25,7 +25,7 @@ from weightcache.engine.directive import Decision, Directive, send_report
 from weightcache.engine.donate import donate
 from weightcache.engine.lease import Lease
 from weightcache.engine.observe import observe, role_of
-from weightcache.engine.rebuild import rebuild
+from weightcache.engine.rebuild import copy_private, rebuild
 from weightcache.errors import AttachFailed, Mismatch, NoRoom, UnsupportedMethod, WeightcacheError
 from weightcache.fingerprint import Fingerprint
 from weightcache.memory import Memory, open_memory
@@ -153,13 +153,15 @@ class ServingLoader:
             marks = [time.perf_counter()]
             region = _memory(device).map(offer.fds, [arena.bytes for arena in offer.arenas])
             state.process.keep.append(region)
-            offer.close_fds()
             base = region.bytes_at(0, offer.manifest.bytes)
+            marks.append(time.perf_counter())
+            offer.close_fds()
+            private = copy_private(offer.manifest, base)
             marks.append(time.perf_counter())
             model = adapter.build_on_meta(model_config, self.inner.load_config)
             marks.append(time.perf_counter())
             with _no_collection():
-                rebuilt = rebuild(model, offer.manifest, base, state.process.rebuilt)
+                rebuilt = rebuild(model, offer.manifest, base, state.process.rebuilt, private)
             marks.append(time.perf_counter())
         except Exception as error:
             offer.withdraw()
@@ -168,7 +170,7 @@ class ServingLoader:
             raise
         spent |= {
             name: (end - start) * 1000
-            for name, start, end in zip(("map", "build", "bind"), marks, marks[1:], strict=False)
+            for name, start, end in zip(("map", "private", "build", "bind"), marks, marks[1:], strict=False)
         }
         state.process.rebuilt[offer.role] = rebuilt
         state.process.shares_weights = True

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weightcache.engine.directive import Decision
     from weightcache.fingerprint import Difference
 
-STEPS = ("observe", "connect", "receive", "map", "build", "bind", "collective")
+STEPS = ("observe", "connect", "receive", "map", "private", "build", "bind", "collective")
 HEADER = ("field", "resident", "engine", "consequence")
 
 

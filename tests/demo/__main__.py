@@ -109,11 +109,11 @@ def load_seconds(log: str) -> float:
 def table(disk: Run, attached: Run, agent: Agent, ready: float, read: int) -> str:
     """The figures side by side."""
     held = agent.status().sets[0]
-    binding = sum(attached.steps[name] for name in ("connect", "receive", "map", "bind"))
+    binding = sum(attached.steps[name] for name in ("connect", "receive", "map", "private", "bind"))
     rows = [
         ("", "from disk", "attached"),
         ("weights in the engine after", f"{disk.load_seconds:.2f} s", f"{attached.load_seconds:.2f} s"),
-        ("  connect + receive + map + bind", "-", f"{binding:.1f} ms"),
+        ("  receive, map, copy private, bind", "-", f"{binding:.1f} ms"),
         ("  model built without memory", "-", f"{attached.steps['build']:.1f} ms"),
         ("read from disk", size(disk.read), size(attached.read)),
         ("tensors", str(held.tensors), str(held.tensors)),
