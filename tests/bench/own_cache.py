@@ -27,12 +27,11 @@ def ready_files() -> list[Path]:
     return list(Path("/tmp").glob("sglang_weight_cache_*.ready"))
 
 
-def main(logs: Path) -> int:
-    """Measure the daemon, one client, and the daemon's death."""
+def measure(figures: Figures, logs: Path) -> None:
+    """The daemon, one client, and the daemon's death."""
     if rig.profile().backend != "cuda":
-        print("SGLang's own weight cache does not run on a CPU (its loader raises NotImplementedError)")
-        return 0
-    figures = Figures()
+        figures.note("SGLang's cache", "does not run on a CPU (its loader raises NotImplementedError)")
+        return
     baseline = rig.device_used()
     model = rig.profile().model
     log = (logs / "own-daemon.log").open("wb")
@@ -54,7 +53,6 @@ def main(logs: Path) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(daemon.pid, signal.SIGKILL)
         daemon.wait(timeout=20)
-    return 0
 
 
 def _client(figures: Figures, logs: Path, daemon: subprocess.Popen[bytes]) -> None:
@@ -84,4 +82,4 @@ def _client(figures: Figures, logs: Path, daemon: subprocess.Popen[bytes]) -> No
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    measure(Figures(), Path(sys.argv[1]))
