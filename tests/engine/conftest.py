@@ -69,7 +69,8 @@ def disk(checkpoint: Path, sglang_version: str, tmp_path_factory: pytest.TempPat
     weights = weight_files(checkpoint)
     pagecache.drop(weights)
     assert pagecache.resident(weights) == 0
-    with support.plain(checkpoint, tmp_path_factory.mktemp("disk") / "engine.log", sglang_version) as engine:
+    log = tmp_path_factory.mktemp("disk") / "engine.log"
+    with support.plain(checkpoint, log, sglang_version) as engine:
         read = pagecache.resident(weights)
         answers = support.texts(engine)
         memory = support.memory_of(support.scheduler(engine))

@@ -12,7 +12,7 @@ from typing import Self
 import psutil
 
 from tests.support import smaps
-from tests.support.agent import Agent
+from tests.support.agent import Agent, eventually
 from tests.support.engine import Engine
 from tests.support.environments import NEWEST, environments
 
@@ -35,9 +35,16 @@ READY_SECONDS = 300.0
 DETERMINED_SECONDS = 120.0
 
 
+class QuickEngine(Engine):
+    """An engine that is killed at the end: waiting for requests that nobody sent takes four seconds."""
+
+    def __exit__(self, *_: object) -> None:
+        self.stop(grace=0)
+
+
 def plain(model: Path, log: Path, version: str = NEWEST, arguments: Sequence[str] = ()) -> Engine:
     """SGLang itself, without weightcache."""
-    return Engine(model, log=log, version=version, arguments=(*ARGUMENTS, *arguments), environment=VARIABLES)
+    return QuickEngine(model, log=log, version=version, arguments=(*ARGUMENTS, *arguments), environment=VARIABLES)
 
 
 def launched(
@@ -51,7 +58,7 @@ def launched(
 ) -> Engine:
     """SGLang through ``wcache-launch`` with ``options`` beside an agent (or in a runtime directory without one)."""
     folder = agent if isinstance(agent, Path) else agent.runtime_dir
-    return Engine(
+    return QuickEngine(
         model,
         log=log,
         version=version,
@@ -100,6 +107,18 @@ def table_of(engine: Engine) -> dict[str, tuple[str, str, str]]:
     rows = [re.split(r" +\| ", line.strip()) for line in engine.text().splitlines() if line.startswith("  ")]
     wide = [row for row in rows if len(row) == 4 and not set(row[0]) <= {"-"} and row[0] != "field"]
     return {row[0]: (row[1], row[2], row[3]) for row in wide}
+
+
+def await_line(engine: Engine, rank: int = 0, seconds: float = DETERMINED_SECONDS) -> str:
+    """Wait for an engine that was started until the launcher says how a rank got its weights."""
+
+    def said() -> bool:
+        if engine.process.poll() is not None:
+            raise AssertionError(f"the engine exited with {engine.process.returncode}\n{engine.tail()}")
+        return any(re.match(HOW.format(rank=rank), line) for line in lines(engine))
+
+    eventually(said, seconds, engine.tail)
+    return line_of(engine, rank)
 
 
 def run_to_end(engine: Engine, seconds: float = DETERMINED_SECONDS) -> int:
