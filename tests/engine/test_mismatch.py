@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from tests.engine import support
 from tests.support import test_loader
 from tests.support.agent import Agent
 from tests.support.engine import Engine
-from tests.support.environments import NEWEST
-from weightcache import protocol
+from tests.support.environments import NEWEST, SHIM
+from weightcache import manifest, protocol, transport
 from weightcache.client import Conversation
-from weightcache.fingerprint import CONSEQUENCES
+from weightcache.fingerprint import CONSEQUENCES, Fingerprint
+from weightcache.memory import memfd
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("sglang_version", [NEWEST], indirect=True)]
 
@@ -82,39 +84,46 @@ def test_error_ends_with_the_table(resident: Resident, sglang_version: str, tmp_
 
 
 def test_evict_needs_the_agents_permission(resident: Resident, sglang_version: str, tmp_path: Path) -> None:
-    with support.launched(
-        resident.agent,
-        resident.model,
-        tmp_path / "log",
-        options=("--wcache-on-mismatch", "evict"),
-        arguments=FLOAT16,
-    ) as engine:
-        assert "[policy] clients_may_evict_unleased is off" in support.line_of(engine)
+    evict = ("--wcache-on-mismatch", "evict")
+    engine = support.launched(resident.agent, resident.model, tmp_path / "log", options=evict, arguments=FLOAT16)
+    with until_decided(engine) as line:
+        assert "loaded from disk" in line
+        assert "[policy] clients_may_evict_unleased is off" in line
         assert support.table_of(engine) == DTYPE
-        assert_serves_from_disk(engine)
         assert [held.id for held in resident.agent.status().sets] == [resident.set_id]
 
 
 def test_evict_with_permission(sglang_version: str, tiny_model: Path, runtime_dir: Path, tmp_path: Path) -> None:
     with Agent(runtime_dir, policy={"clients_may_evict_unleased": True}) as agent:
-        old = fill(agent)
-        with support.launched(agent, tiny_model, tmp_path / "log", options=("--wcache-on-mismatch", "evict")) as engine:
+        other = test_loader.fingerprint()
+        old = fill(agent, other, lambda publishing: test_loader.publish(publishing, test_loader.make(other)))
+        evict = ("--wcache-on-mismatch", "evict")
+        engine = support.launched(agent, tiny_model, tmp_path / "log", options=evict)
+        with until_decided(engine) as line:
+            assert "loaded from disk and donated" in line
             (held,) = agent.status().sets
             assert held.id != old
             assert held.model == str(tiny_model.resolve())
-            assert "loaded from disk and donated" in support.line_of(engine)
             assert [lease.pid for lease in held.leases] == [support.scheduler(engine)]
 
 
-def fill(agent: Agent) -> str:
-    """Let the agent hold a set that no engine needs and nobody uses."""
-    print_ = test_loader.fingerprint()
-    with Conversation(agent.paths.public) as invited, Conversation(agent.paths.publish) as conversation:
-        attach = protocol.Attach("target", "g", print_, 0.0, donate=True)
+@contextmanager
+def until_decided(engine: Engine) -> Iterator[str]:
+    """Start an engine, hand out the launcher's line, and end it without waiting until it serves."""
+    try:
+        yield support.await_line(engine.start())
+    finally:
+        engine.stop(grace=0)
+
+
+def fill(agent: Agent, fingerprint: Fingerprint, publish: Callable[[Conversation], str]) -> str:
+    """Let an empty agent hold a set that nobody uses; returns its id."""
+    with Conversation(agent.paths.public) as invited, Conversation(agent.paths.publish) as publishing:
+        attach = protocol.Attach("target", "g", fingerprint, 0.0, donate=True)
         token = invited.request(attach, protocol.DonationInvited).token
-        conversation.request(protocol.Begin("donor", "g", token), protocol.Accepted)
-        set_id = test_loader.publish(conversation, test_loader.make(print_))
-        conversation.request(protocol.Commit(1), protocol.Committed)
+        publishing.request(protocol.Begin("donor", "g", token), protocol.Accepted)
+        set_id = publish(publishing)
+        publishing.request(protocol.Commit(1), protocol.Committed)
     return set_id
 
 
@@ -128,16 +137,82 @@ def test_no_agent(sglang_version: str, tiny_model: Path, runtime_dir: Path, tmp_
         assert_serves_from_disk(engine)
 
 
+def copy_with_another_class(source: Agent, target: Agent) -> None:
+    """Publish ``source``'s set to ``target`` with a manifest in which one module has another class."""
+    (held,) = source.status().sets
+    with Conversation(source.paths.status) as conversation:
+        conversation.send(protocol.Inspect(held.id))
+        answer, fds = conversation.receive(max_fds=transport.MAX_FDS)
+    assert isinstance(answer, protocol.Attached)
+    body = manifest.decode(memfd.read_sealed(fds[0], manifest.MAX_BYTES))
+    os.close(fds[0])
+    modules = (*body.modules[:-1], body.modules[-1]._replace(cls="another.Module"))
+    wrong = memfd.sealed("wrong-manifest", manifest.encode(replace(body, modules=modules)))
+    info = protocol.SetInfo(
+        "target", held.model, held.revision, held.fingerprint, answer.arenas, held.tensors, 0.1, held.bytes
+    )
+    made = test_loader.Made(info, (wrong, *fds[1:]))
+    fill(target, held.fingerprint, lambda publishing: test_loader.publish(publishing, made))
+
+
+def test_an_attach_that_fails_after_the_decision_starts_again_from_disk_once(
+    sglang_version: str, resident: Resident, runtime_dir: Path, tmp_path: Path
+) -> None:
+    """The fingerprint fits, but one module of the manifest has a class that the engine's has not."""
+    with Agent(runtime_dir) as agent:
+        copy_with_another_class(resident.agent, agent)
+        with support.launched(agent, resident.model, tmp_path / "log") as engine:
+            said = support.lines(engine)
+            assert [line for line in said if "attaching failed after the decision" in line] == said[:1], said
+            assert "another.Module" in said[0]
+            assert said[1] == "starting the server again, from disk (this happens once)"
+            assert said[2].startswith("rank 0: loaded from disk: ")
+            assert "another.Module" in said[2]
+            assert len(said) == 3
+            assert len(engine.generate("weights stay", 4)) >= 0
+            assert support.memory_of(support.scheduler(engine)).arenas == ()
+            assert agent.status().sets[0].leases == ()
+
+
+@pytest.fixture
+def hidden(tmp_path: Path) -> dict[str, str]:
+    """Variables under which SGLang does not find the plugin: a distribution of the same name without entry points."""
+    folder = tmp_path / "hidden" / "weightcache-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: weightcache\nVersion: 0\n")
+    return {"PYTHONPATH": f"{folder.parent}:{SHIM}"}
+
+
+def test_a_plugin_that_sglang_does_not_find_is_an_error_in_error_mode(
+    sglang_version: str, resident: Resident, tmp_path: Path, hidden: dict[str, str]
+) -> None:
+    engine = support.launched(
+        resident.agent, resident.model, tmp_path / "log", options=("--wcache-on-mismatch", "error"), environment=hidden
+    )
+    assert support.run_to_end(engine) == 69
+    assert any("WARNING" in line and "not installed" in line for line in support.lines(engine))
+    assert engine.family() == []
+
+
 # -- last: these change the checkpoint ---------------------------------------------------------------------------------
 
 
 def test_explain_full_after_the_checkpoint_was_replaced(
     resident: Resident, sglang_version: str, tmp_path: Path
 ) -> None:
-    """Another file under the same name, of the same size and time: the engine says so, and does not serve."""
+    """Another file under the same name, of the same size and time: the engine says so, and does not serve.
+
+    The operator names another plugin in SGLANG_PLUGINS, which would exclude this one: the launcher adds it.
+    """
     weights = resident.model / "model.safetensors"
-    replace(weights)
-    engine = support.launched(resident.agent, resident.model, tmp_path / "log", options=("--wcache-explain=full",))
+    exchange(weights)
+    engine = support.launched(
+        resident.agent,
+        resident.model,
+        tmp_path / "log",
+        options=("--wcache-explain=full",),
+        environment={"SGLANG_PLUGINS": "other"},
+    )
     assert support.run_to_end(engine) == 1
     table = support.table_of(engine)
     assert set(table) == {"checkpoint"}
@@ -153,7 +228,7 @@ def test_explain_full_after_the_checkpoint_was_replaced(
     assert held.leases == ()
 
 
-def replace(weights: Path) -> None:
+def exchange(weights: Path) -> None:
     """Put a file in the place of ``weights`` that differs in one byte in the middle, with its size and times."""
     before = weights.stat()
     data = bytearray(weights.read_bytes())
