@@ -1,0 +1,282 @@
+"""Runs inside one release's environment: compares every SGLang name that weightcache leans on with the real thing.
+
+``python -m tests.engine.contract`` prints JSON: ``problems`` (sentences; none is right), and which of the arguments and
+options that only some release has this one has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import weightcache
+from weightcache.engine import adapter, gate, refusals
+from weightcache.errors import UnsupportedMethod
+from weightcache.launch import arguments, server_only, sglang_options
+
+PARALLEL = (
+    "tp_size", "tp_rank", "pp_size", "pp_rank", "moe_ep_size", "moe_ep_rank", "attn_dp_size", "attn_cp_size",
+    "moe_dp_size",
+)  # fmt: skip
+RESOLVED = ("json_model_override_args", "tp_size", "pp_size", "dp_size", "nnodes")
+NOT_IN_0_5_17 = ("begin_weight_update", "end_weight_update")
+LITERAL = ("--config",)
+"""Options that SGLang looks for before argparse sees them, and in full only."""
+METHODS = {"fp8": "Fp8LinearMethod", "awq": "AWQLinearMethod", "gptq": "GPTQLinearMethod"}
+
+
+def resolve(target: str) -> Any:
+    """The object with a dotted name. Raises ImportError or AttributeError."""
+    parts = target.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if error.name and not target.startswith(error.name):
+                raise
+            continue
+        for name in parts[length:]:
+            found = getattr(found, name)
+        return found
+    raise ImportError(target)
+
+
+def parameters(function: Any) -> list[str]:
+    """The names of a function's parameters."""
+    return list(inspect.signature(function).parameters)
+
+
+def imports() -> Iterator[str]:
+    """``from sglang... import name`` anywhere in weightcache: the name must be there."""
+    root = Path(weightcache.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sglang":
+                for alias in node.names:
+                    try:
+                        resolve(f"{node.module}.{alias.name}")
+                    except (ImportError, AttributeError) as error:
+                        yield f"{path.relative_to(root)}: from {node.module} import {alias.name}: {error}"
+
+
+def targets() -> Iterator[str]:
+    """Everything that a hook replaces."""
+    verbs = [verb for verb in refusals.OUTPUTS if not (adapter.version() == "0.5.17" and verb in NOT_IN_0_5_17)]
+    names = [
+        adapter.LOAD_MODEL,
+        adapter.GET_MODEL_LOADER,
+        adapter.INIT_MEMORY_POOLS,
+        adapter.ENABLE_OWN_CACHE,
+        adapter.LOAD_PLUGINS,
+        *(f"{adapter.WEIGHT_UPDATER}.{verb}" for verb in verbs),
+        *(f"{adapter.TOKENIZER_CONTROL}.{verb}" for verb in verbs if verb.endswith("memory_occupation")),
+    ]
+    for name in names:
+        try:
+            if not callable(resolve(name)):
+                yield f"{name} cannot be called"
+        except (ImportError, AttributeError) as error:
+            yield f"{name}: {error}"
+    for verb in verbs:
+        if len(parameters(resolve(f"{adapter.WEIGHT_UPDATER}.{verb}"))) != 2:
+            yield f"{verb} does not take one request"
+
+
+def signatures() -> Iterator[str]:
+    """Parameters that weightcache passes."""
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.managers import scheduler
+    from sglang.srt.model_loader import loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import prepare_server_args
+
+    wanted = {
+        "server_args", "init_tokenizer_manager_func", "run_scheduler_process_func", "run_detokenizer_process_func",
+    }  # fmt: skip
+    if missing := wanted - set(parameters(engine.Engine._launch_subprocesses)):
+        yield f"Engine._launch_subprocesses lacks {sorted(missing)}"
+    if not callable(getattr(engine.mp, "Process", None)):
+        yield "engine.mp has no Process"
+    if "server_args" not in parameters(scheduler.run_scheduler_process):
+        yield "run_scheduler_process takes no server_args"
+    if len(parameters(prepare_server_args)) != 1:
+        yield "prepare_server_args does not take one list"
+    for name in adapter.SUPPORTED_LOADERS:
+        cls = getattr(loader, name)
+        keywords = inspect.signature(cls.load_model).parameters
+        if set(keywords) != {"self", "model_config", "device_config"}:
+            yield f"{name}.load_model takes {list(keywords)}"
+        if "_initialize_model" not in inspect.getsource(cls):
+            yield f"{name} does not construct its model by _initialize_model"
+        if not callable(getattr(cls, "_get_all_weights", None)):
+            yield f"{name} has no _get_all_weights"
+    if parameters(loader._initialize_model)[:3] != ["model_config", "load_config", "quant_config"]:
+        yield f"_initialize_model takes {parameters(loader._initialize_model)}"
+    if parameters(loader._get_quantization_config)[:2] != ["model_config", "load_config"]:
+        yield f"_get_quantization_config takes {parameters(loader._get_quantization_config)}"
+    with set_default_torch_dtype(torch.float16):
+        if torch.get_default_dtype() is not torch.float16:
+            yield "set_default_torch_dtype does nothing"
+    if not isinstance(HookRegistry._patched, set) or parameters(HookRegistry.register)[:3] != [
+        "target",
+        "hook",
+        "hook_type",
+    ]:
+        yield f"HookRegistry.register takes {parameters(HookRegistry.register)}"
+    if not hasattr(HookType, "AROUND") or not callable(HookRegistry.apply_hooks):
+        yield "HookRegistry has no AROUND hooks"
+
+
+def baseline() -> Iterator[str]:
+    """How this release is told about resident memory, by one way or the other."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    source = inspect.getsource(ModelRunner)
+    if not hasattr(ModelRunner, "account_preloaded_weights") and "pre_model_load_memory" not in source:
+        yield "the baseline of the KV pool cannot be told about resident weights"
+    if adapter.version() == "0.5.23":
+        scheduler = inspect.getsource(importlib.import_module(adapter.SCHEDULER_MODULE))
+        if "preloaded_weights_bytes" not in scheduler + source:
+            yield "nobody reads preloaded_weights_bytes"
+
+
+def answers() -> Iterator[str]:
+    """The types by which verbs are refused."""
+    from sglang.srt.managers import io_struct
+
+    for verb, name in refusals.OUTPUTS.items():
+        if adapter.version() == "0.5.17" and verb in NOT_IN_0_5_17:
+            continue
+        cls = getattr(io_struct, name, None)
+        if cls is None:
+            yield f"io_struct has no {name}"
+        elif verb.endswith("memory_occupation"):
+            if cls(rid="a").rid != "a":
+                yield f"{name} carries no rid"
+        elif (made := cls(success=False, message="a")).success or made.message != "a":
+            yield f"{name} carries no message"
+
+
+def topology() -> Iterator[str]:
+    """What the fingerprint reads of the parallel topology."""
+    from sglang.srt import runtime_context
+
+    source = inspect.getsource(runtime_context)
+    for name in PARALLEL:
+        if name not in source:
+            yield f"the parallel topology has no {name}"
+
+
+def server_arguments() -> set[str]:
+    """The names of all server arguments."""
+    from sglang.srt.server_args import ServerArgs
+
+    return set(parameters(ServerArgs))
+
+
+def parser() -> argparse.ArgumentParser:
+    """SGLang's own command line."""
+    from sglang.srt.server_args import ServerArgs
+
+    made = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(made)
+    return made
+
+
+def spellings(options: set[str]) -> Iterator[str]:
+    """The launcher reads every abbreviation that argparse would take for an option, and none that means another.
+
+    What argparse finds ambiguous does not matter: SGLang refuses it.
+    """
+    tables = {**sglang_options.SPELLINGS, **sglang_options.FLAGS}
+    mine = {spelling: field for field, table in tables.items() for spelling in table}
+    for spelling in mine:
+        if spelling not in options or not spelling.startswith("--") or spelling in LITERAL:
+            continue
+        for length in range(3, len(spelling) + 1):
+            prefix = spelling[:length]
+            matches = [prefix] if prefix in options else [option for option in options if option.startswith(prefix)]
+            read = sglang_options.given([prefix, "1"]).values
+            if len(matches) == 1:
+                expected = mine.get(matches[0])
+                if set(read) != ({expected} if expected else set()):
+                    yield f"{prefix} is {matches[0]}, which the launcher reads as {sorted(read) or 'nothing'}"
+
+
+def mode(options: set[str]) -> Iterator[str]:
+    """The option that the launcher consumes, and its abbreviations."""
+    if arguments.MODE not in options:
+        yield f"there is no {arguments.MODE}"
+    shortest = arguments.MODE_SHORTEST
+    if [option for option in options if option.startswith(shortest)] != [arguments.MODE]:
+        yield f"{shortest} is not unambiguous"
+    if len([option for option in options if option.startswith(shortest[:-1])]) == 1:
+        yield f"{shortest} is not the shortest abbreviation"
+
+
+def methods() -> Iterator[str]:
+    """The gate knows the methods of unquantized layers by their real names, and refuses real quantized ones by name."""
+    from sglang.srt.layers.quantization import unquant
+
+    for name in gate.PROVEN:
+        if not isinstance(getattr(unquant, name, None), type):
+            yield f"there is no method {name}"
+    for module, name in METHODS.items():
+        try:
+            cls = resolve(f"sglang.srt.layers.quantization.{module}.{name}")
+        except (ImportError, AttributeError):
+            continue
+        layer, model = nn.Module(), nn.Module()
+        vars(layer)["quant_method"] = object.__new__(cls)
+        model.add_module("layer", layer)
+        try:
+            gate.check(model)
+        except UnsupportedMethod as error:
+            if name not in error.message or "layer" not in error.message:
+                yield f"{name} is refused without its name: {error.message}"
+        else:
+            yield f"{name} passes the gate"
+    model = nn.Module()
+    for index, name in enumerate(gate.PROVEN):
+        layer = nn.Module()
+        vars(layer)["quant_method"] = object.__new__(getattr(unquant, name))
+        model.add_module(str(index), layer)
+    gate.check(model)
+
+
+def main() -> int:
+    """Print what was found."""
+    problems = [
+        problem for check in (imports, targets, signatures, baseline, answers, topology, methods) for problem in check()
+    ]
+    options = set(parser()._option_string_actions)
+    problems += [*spellings(options), *mode(options)]
+    known = server_arguments()
+    listed = {name for name, _, _ in adapter.REFUSED_ARGUMENTS} | set(adapter.BACKEND_ARGUMENTS) | set(RESOLVED)
+    tables = {**sglang_options.SPELLINGS, **sglang_options.FLAGS}
+    wanted = {spelling for table in tables.values() for spelling in table} | set(
+        server_only.SECRET + server_only.SERVING
+    )
+    report = {
+        "version": adapter.version(),
+        "problems": problems,
+        "arguments": {name: name in known for name in sorted(listed)},
+        "options": {name: name in options for name in sorted(wanted)},
+    }
+    json.dump(report, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
