@@ -1,7 +1,7 @@
 """``make bench``: weightcache beside SGLang's own weight cache, in one run. Prints figures, asserts nothing.
 
-On a GPU machine $WEIGHTCACHE_MODEL names the checkpoint (tests.models.make_large writes one). Without a GPU the same steps
-run on the CPU with SmolLM2 and host memory, where SGLang's own cache does not run.
+On a GPU machine $WEIGHTCACHE_MODEL names the checkpoint (tests.models.make_large writes one). Without a GPU the same
+steps run on the CPU with SmolLM2 and host memory, where SGLang's own cache does not run.
 """
 
 from __future__ import annotations
