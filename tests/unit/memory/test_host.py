@@ -49,9 +49,23 @@ def published(memory, pattern):
         os.close(fd)
 
 
-def mappings() -> list[str]:
-    """Lines of /proc/self/maps that belong to arenas."""
+_elsewhere: list[str] = []
+"""Arenas that other tests of this process still map when one begins: models keep theirs for as long as they live."""
+
+
+def _arenas() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weightcache-arena" in line]
+
+
+@pytest.fixture(autouse=True)
+def remember_arenas_of_other_tests() -> None:
+    gc.collect()
+    _elsewhere[:] = _arenas()
+
+
+def mappings() -> list[str]:
+    """Lines of /proc/self/maps that belong to arenas of the running test."""
+    return [line for line in _arenas() if line not in _elsewhere]
 
 
 def open_descriptors() -> int:
