@@ -65,6 +65,14 @@ def test_an_offer(paths: RankPaths) -> None:
         offer.withdraw()
 
 
+def test_explaining_never_evicts(paths: RankPaths) -> None:
+    with agent(paths.public, offering()) as fake:
+        offer = question(paths, on_mismatch="evict", explain=True)
+        assert isinstance(offer, Offer)
+        assert fake.seen == [protocol.Attach("target", "g", PRINT, 0.0, donate=False, evict=False)]
+        offer.withdraw()
+
+
 def test_withdrawing_gives_everything_back(paths: RankPaths) -> None:
     with agent(paths.public, offering()):
         question(paths).withdraw()
