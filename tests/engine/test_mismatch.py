@@ -7,7 +7,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,7 +85,7 @@ def test_error_ends_with_the_table(resident: Resident, sglang_version: str, tmp_
 def test_evict_needs_the_agents_permission(resident: Resident, sglang_version: str, tmp_path: Path) -> None:
     evict = ("--wcache-on-mismatch", "evict")
     engine = support.launched(resident.agent, resident.model, tmp_path / "log", options=evict, arguments=FLOAT16)
-    with until_decided(engine) as line:
+    with support.until_decided(engine) as (line,):
         assert "loaded from disk" in line
         assert "[policy] clients_may_evict_unleased is off" in line
         assert support.table_of(engine) == DTYPE
@@ -99,21 +98,12 @@ def test_evict_with_permission(sglang_version: str, tiny_model: Path, runtime_di
         old = fill(agent, other, lambda publishing: test_loader.publish(publishing, test_loader.make(other)))
         evict = ("--wcache-on-mismatch", "evict")
         engine = support.launched(agent, tiny_model, tmp_path / "log", options=evict)
-        with until_decided(engine) as line:
+        with support.until_decided(engine) as (line,):
             assert "loaded from disk and donated" in line
             (held,) = agent.status().sets
             assert held.id != old
             assert held.model == str(tiny_model.resolve())
             assert [lease.pid for lease in held.leases] == [support.scheduler(engine)]
-
-
-@contextmanager
-def until_decided(engine: Engine) -> Iterator[str]:
-    """Start an engine, hand out the launcher's line, and end it without waiting until it serves."""
-    try:
-        yield support.await_line(engine.start())
-    finally:
-        engine.stop(grace=0)
 
 
 def fill(agent: Agent, fingerprint: Fingerprint, publish: Callable[[Conversation], str]) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,17 +19,14 @@ PROMPT = (1, 2, 3, 5, 8, 13, 21, 34)
 RANKS = (0, 1)
 
 
-@contextmanager
-def two_ranks(runtime_dir: Path, model: Path, log: Path) -> Iterator[Engine]:
+def two_ranks(runtime_dir: Path, model: Path, log: Path) -> Engine:
     """An engine with two tensor-parallel ranks.
 
     SGLang wants to know which core each gets, and takes NCCL for itself when it finds the library, even on the CPU.
     """
     cores = sorted(os.sched_getaffinity(0))
     variables = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "SGLANG_NCCL_SO_PATH": "/nonexistent/nccl"}
-    with support.launched(runtime_dir, model, log, arguments=("--tp-size", "2"), environment=variables) as engine:
-        assert len(engine.schedulers()) == len(RANKS)
-        yield engine
+    return support.launched(runtime_dir, model, log, arguments=("--tp-size", "2"), environment=variables)
 
 
 def leased(agents: list[Agent]) -> set[int]:
@@ -70,10 +66,10 @@ def test_all_ranks_or_none(sglang_version: str, tiny_model: Path, runtime_dir: P
             assert engine.tokens(PROMPT) == tokens
 
         agents[1].stop()
-        with two_ranks(where, tiny_model, tmp_path / "disk") as engine:
-            for rank in RANKS:
-                assert "loaded from disk: " in support.line_of(engine, rank)
+        engine = two_ranks(where, tiny_model, tmp_path / "disk")
+        with support.until_decided(engine, RANKS) as lines:
+            for line in lines:
+                assert "loaded from disk: " in line
             for process in engine.schedulers():
                 assert support.memory_of(process.pid).arenas == ()
             assert agents[0].status().sets[0].leases == ()
-            assert engine.tokens(PROMPT) == tokens

@@ -59,10 +59,10 @@ def test_plain_sglang_would_have_written(disk: Disk) -> None:
 
 
 def test_the_weights_are_as_published(attached: Attached, disk: Disk) -> None:
-    """After all of the above: digests, texts, mapping and lease."""
+    """After all of the above: digests, text, mapping and lease."""
     verified = attached.agent.wcache("verify")
     assert verified.returncode == 0, verified.stderr
-    assert support.texts(attached.engine) == disk.texts
+    assert support.text(attached.engine) == disk.texts[0]
     (resident,) = attached.agent.status().sets
     support.assert_maps(attached.engine, attached.agent.inodes(), resident.bytes)
     assert [lease.pid for lease in resident.leases] == [support.scheduler(attached.engine)]
