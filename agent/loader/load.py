@@ -78,6 +78,8 @@ def _launch(directive: Directive, arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     parent = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
+    # A load for an agent that was killed would hold the device for minutes, for nobody.
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def tie_to_parent() -> None:
         # Ignored signals survive exec, and SGLang's own processes rely on SIGQUIT's default.
@@ -92,8 +94,9 @@ def _launch(directive: Directive, arguments: Sequence[str]) -> int:
         stdin=subprocess.DEVNULL,
         preexec_fn=tie_to_parent,
     )
+    # SIGKILL, because SGLang would first end its own children with patience; nothing that it holds outlives it.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _frame: child.send_signal(received))
+        signal.signal(number, lambda _received, _frame: child.kill())
     return child.wait()
 
 

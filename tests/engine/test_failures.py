@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from tests.support.agent import Agent, eventually
 from tests.support.environments import NEWEST, environments
-from weightcache.errors import LoadFailed
+from weightcache.errors import AgentUnavailable, LoadFailed
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("sglang_version", [NEWEST], indirect=True)]
 
@@ -115,6 +116,24 @@ def test_a_killed_loader_leaves_nothing_and_the_next_one_works(
         (held,) = agent.status().sets
         assert held.id == set_id
         assert agent.wcache("verify").returncode == 0
+
+
+def test_a_load_ends_with_its_agent(sglang_version: str, smollm2: Path, runtime_dir: Path) -> None:
+    """Outside systemd nobody else ends a loader whose agent was SIGKILLed; it would load for nobody."""
+    with Agent(runtime_dir, model=smollm2) as agent:
+        asker = threading.Thread(target=load_ignored, args=(agent,))
+        asker.start()
+        processes = psutil.Process(agent.pid)
+        found = eventually(lambda: len(found := processes.children(recursive=True)) == 2 and found, 20.0)
+        agent.kill()
+        asker.join(30)
+        eventually(lambda: not any(map(psutil.Process.is_running, found)), 10.0, "the loader outlives its agent")
+
+
+def load_ignored(agent: Agent) -> None:
+    """Ask for a load whose answer will not come."""
+    with contextlib.suppress(AgentUnavailable):
+        agent.load()
 
 
 def load_and_kill(agent: Agent, victim: str) -> str:
