@@ -15,7 +15,7 @@ from weightcache.engine.directive import TOKEN_VARIABLE, Directive
 from weightcache.engine.donate import load_for_agent, publish_path
 from weightcache.engine.observe import observe
 from weightcache.engine.serve import device_of
-from weightcache.errors import LoadFailed, WeightcacheError
+from weightcache.errors import LoadFailed, NoRoom, WeightcacheError
 from weightcache.loader.publication import Publication
 from weightcache.memory import open_memory
 
@@ -55,7 +55,9 @@ class PublishingLoader:
             raise
         except Exception as error:
             traceback.print_exc()
-            publication.abort(LoadFailed(f"loading failed: {type(error).__name__}: {_first_line(error)}"))
+            # torch.OutOfMemoryError, under whichever name this torch has it.
+            kind = NoRoom if "OutOfMemory" in type(error).__name__ else LoadFailed
+            publication.abort(kind(f"loading failed: {type(error).__name__}: {_first_line(error)}"))
             raise
 
 

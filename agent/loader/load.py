@@ -17,7 +17,7 @@ from pathlib import Path
 
 from weightcache import checkpoint
 from weightcache.engine.directive import TOKEN_VARIABLE, Directive
-from weightcache.errors import LoadFailed, WeightcacheError
+from weightcache.errors import DeviceUnavailable, LoadFailed, WeightcacheError
 from weightcache.paths import RankPaths
 
 PR_SET_PDEATHSIG = 1
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
         arena_bytes=args.arena_bytes,
     )
     try:
+        _check_device(args.backend)
         _check_model(arguments)
     except WeightcacheError as error:
         tell(directive, error)
@@ -65,6 +66,15 @@ def model_path(arguments: Sequence[str]) -> str:
         if name in ("--model-path", "--model"):
             return value if equals else (arguments[index + 1] if index + 1 < len(arguments) else "")
     return ""
+
+
+def _check_device(backend: str) -> None:
+    """Refuse a host without a GPU at once, and in words."""
+    if backend == "cuda" and not Path("/dev/nvidiactl").exists():
+        raise DeviceUnavailable(
+            "this host shows no NVIDIA GPU (there is no /dev/nvidiactl): load the driver, give the loader the device, "
+            'or set memory.backend = "host"'
+        )
 
 
 def _check_model(arguments: Sequence[str]) -> None:

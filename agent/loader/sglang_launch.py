@@ -7,7 +7,10 @@ Scheduler.init_memory_pools ends each rank before it allocates KV memory.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         raise LoadFailed(f"the loader's interpreter {sys.executable} cannot import SGLang: {error}") from None
     load_plugins()
-    server_args = prepare_server_args(list(arguments))
+    server_args = _parsed(prepare_server_args, list(arguments))
     recorder = _Recorder(engine.mp) if _one_rank(server_args) else None
     if recorder is not None:
         engine.mp = recorder
@@ -46,6 +49,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         raise
     return 1
+
+
+def _parsed(parse: Callable[[list[str]], Any], arguments: list[str]) -> Any:
+    """SGLang's own parser prints pages of usage and exits; the sentence that matters is its last line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parse(arguments)
+    except SystemExit:
+        reason = (said.getvalue().strip().splitlines() or ["no reason given"])[-1].partition("error: ")
+        raise LoadFailed(f"SGLang refuses the [model] arguments: {reason[2] or reason[0]}") from None
+    finally:
+        sys.stderr.write(said.getvalue()[-4000:])
 
 
 def _one_rank(server_args: Any) -> bool:
@@ -76,6 +92,8 @@ class _Recorder:
         return _Recorded()
 
     def run_scheduler(self, *_: Any) -> Any:
+        if not self._calls:
+            raise LoadFailed("SGLang launched no scheduler for these arguments")
         target, args, kwargs = self._calls[0]
         target(*args, **kwargs)
         raise SystemExit(1)
@@ -103,12 +121,22 @@ def _no_detokenizer(*_: Any) -> None:
     return
 
 
-if __name__ == "__main__":
+def run() -> int:
+    """``main``, with the reason of a failure told to the agents: one sentence, the traceback only in the log."""
     try:
-        sys.exit(main())
-    except WeightcacheError as failure:
-        # The loaders of single ranks have told their agents; this is about what comes before there is any.
-        if (directive := directives.read()) is not None:
-            load.tell(directive, failure)
-        print(f"weightcache-loader: {failure}", file=sys.stderr)
-        sys.exit(failure.exit_status)
+        return main()
+    except WeightcacheError as error:
+        failure = error
+    except Exception as error:  # noqa: BLE001  whatever SGLang raises, the agent gets a sentence
+        traceback.print_exc()
+        first = (str(error).strip().splitlines() or [""])[0]
+        failure = LoadFailed(f"SGLang could not start the load: {type(error).__name__}: {first[:500]}")
+    # The loaders of single ranks have told their agents; this is about what comes before there is any.
+    if (directive := directives.read()) is not None:
+        load.tell(directive, failure)
+    print(f"weightcache-loader: {failure}", file=sys.stderr)
+    return failure.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.agent import Agent, eventually
 from tests.support.environments import NEWEST, environments
-from weightcache.errors import AgentUnavailable, LoadFailed
+from weightcache.errors import AgentUnavailable, DeviceUnavailable, LoadFailed
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("sglang_version", [NEWEST], indirect=True)]
 
@@ -91,6 +91,28 @@ def test_a_loader_without_sglang(sglang_version: str, tiny_model: Path, runtime_
             agent.load()
         assert f"the loader's interpreter {python} cannot import SGLang" in refused.value.message
         assert agent.status().state == "failed"
+
+
+def test_arguments_that_sglang_refuses(sglang_version: str, tiny_model: Path, runtime_dir: Path) -> None:
+    """SGLang's parser prints pages; its one sentence arrives."""
+    with Agent(runtime_dir, model=tiny_model, arguments=("--no-such-option", "3")) as agent:
+        with pytest.raises(LoadFailed) as refused:
+            agent.load()
+        assert refused.value.message == (
+            "SGLang refuses the [model] arguments: unrecognized arguments: --no-such-option 3"
+        )
+
+
+def test_no_gpu_on_a_cuda_configuration(sglang_version: str, tiny_model: Path, runtime_dir: Path) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    with Agent(runtime_dir, model=tiny_model) as agent:
+        agent.stop()
+        gpu = 'gpu = "GPU-01234567-89ab-cdef-0123-456789abcdef"\n'
+        agent.config.write_text(agent.config.read_text().replace('"host"', '"cuda"') + gpu)
+        agent.start()
+        with pytest.raises(DeviceUnavailable, match="this host shows no NVIDIA GPU"):
+            agent.load()
 
 
 def test_a_loader_that_is_no_program(sglang_version: str, tiny_model: Path, runtime_dir: Path) -> None:
