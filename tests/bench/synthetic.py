@@ -34,6 +34,7 @@ from weightcache.fingerprint import Fingerprint
 from weightcache.memory import MAX_ARENAS, Memory, arena_sizes, memfd, open_memory
 from weightcache.memory.digest import digest
 from weightcache.memory.views import dtype_of, view
+from weightcache.paths import RankPaths
 
 DTYPE = "bfloat16"
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -104,12 +105,23 @@ def publish(socket: str, content: manifest.Manifest, info: protocol.SetInfo, fds
         transport.close_all(fds)
 
 
-def attach(memory: Memory, socket: str) -> tuple[dict[str, Any], list[torch.nn.Parameter], Any]:
+def leased(status_socket: Path) -> tuple[Path, protocol.Attach]:
+    """The public socket beside a status socket, and what an engine that matches the newest set asks there."""
+    with Conversation(status_socket) as conversation:
+        status = conversation.request(protocol.Status(), protocol.RankReport).status
+    held = status.sets[-1]
+    request = protocol.Attach(held.role, "churn", held.fingerprint, 0.0)
+    return RankPaths(status_socket.parent, status.rank).public, request
+
+
+def attach(
+    memory: Memory, socket: Path | str, request: protocol.Attach | protocol.Inspect | None = None
+) -> tuple[dict[str, Any], list[torch.nn.Parameter], Any]:
     """Attach as an engine does, without one: (figures in ms, the bound tensors, the region that they look into)."""
     marks = [time.perf_counter()]
     with Conversation(socket) as conversation:
         marks.append(time.perf_counter())
-        conversation.send(protocol.Inspect(None))
+        conversation.send(request or protocol.Inspect(None))
         answer, fds = conversation.receive(30.0, 1 + MAX_ARENAS)
         assert isinstance(answer, protocol.Attached), answer
         marks.append(time.perf_counter())
@@ -265,7 +277,8 @@ def _churn(args: argparse.Namespace) -> None:
         pid = os.fork()  # torch is imported here and CUDA is not started: importing again is what would take long
         if pid == 0:
             os.close(reader)
-            result, _bound, region = attach(open_memory(args.backend), args.socket)
+            socket, request = leased(Path(args.socket)) if args.lease else (args.socket, None)
+            result, _bound, region = attach(open_memory(args.backend), socket, request)
             os.write(writer, json.dumps(result).encode())
             if number % 3 == 0:
                 region.close()
@@ -303,6 +316,9 @@ def main(arguments: list[str] | None = None) -> None:
             verb.add_argument("--write", action="store_true", help="try to write through the mapping")
         if name == "churn":
             verb.add_argument("--count", type=int, default=50)
+            verb.add_argument(
+                "--lease", action="store_true", help="attach with a lease, at a real agent's public socket"
+            )
         if name == "compare":
             verb.add_argument("--gib", type=float, nargs="+", default=[7.0, 100.0])
     args = parser.parse_args(arguments)

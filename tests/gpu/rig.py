@@ -269,6 +269,12 @@ def milliseconds(made: Engine) -> dict[str, float]:
     return dict(json.loads(found[-1].replace("'", '"'))) if found else {}
 
 
+def private_bytes(made: Engine) -> int:
+    """What the engine copied for itself, from the decision that it logs."""
+    found = re.findall(r"weightcache: Decision\(.*?private_bytes=(\d+)", made.text())
+    return int(found[-1]) if found else 0
+
+
 def launcher_line(made: Engine) -> str:
     """The launcher's sentence about rank 0."""
     return next((line for line in made.text().splitlines() if "rank 0:" in line), "")

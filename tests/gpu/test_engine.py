@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 
 from tests.gpu import rig
 from tests.gpu.rig import MIB, Agent, Figures
+from tests.support.engine import Engine
 
 pytestmark = pytest.mark.skipif(not os.environ.get("WEIGHTCACHE_MODEL"), reason="needs WEIGHTCACHE_MODEL, a checkpoint")
 
@@ -103,6 +106,19 @@ def test_the_set_verifies(agent: Agent, figures: Figures) -> None:
     assert '"ok"' in out
 
 
+def test_fifty_short_lived_attaches_leave_nothing_behind(agent: Agent, figures: Figures) -> None:
+    """Light children that map the set with a lease and end: by themselves, by SIGKILL, or unmapping first."""
+    used = rig.device_used()
+    argv = [sys.executable, "-m", "tests.bench.synthetic", "churn", "--lease", "--backend", rig.profile().backend]
+    argv += ["--count", "50", "--socket", str(agent.directory / "0.status.sock")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=300, env=rig.variables())
+    figures.note("fifty short-lived attaches", done.stdout.strip())
+    assert agent.log.read_text().count("leased to") >= 50
+    rig.wait_for(lambda: not _all_leases(agent), 10, "the children's leases to end")
+    if rig.profile().backend == "cuda":
+        rig.wait_for(lambda: abs(rig.device_used() - used) < 16 * MIB, 20, "free memory to be what it was")
+
+
 def test_two_engines_attach_and_survive_the_agent(
     agent: Agent, directory: Path, disk: dict[str, object], figures: Figures
 ) -> None:
@@ -120,7 +136,7 @@ def test_two_engines_attach_and_survive_the_agent(
         figures.note("attached: the same with the model built, ms", round(whole, 2))
         assert "attached set" in rig.launcher_line(first), rig.launcher_line(first)
         assert rig.answers(first) == disk["answers"]
-        _check_pool(figures, "attached", rig.pool_tokens(first), disk, agent.status()["sets"][0]["bytes"], 0)
+        _check_pool(figures, "attached", first, disk, agent.status()["sets"][0]["bytes"])
         with rig.serving(second) as also:
             figures.note("second engine attached: start to first token, s", also.first_token)
             assert rig.answers(second) == disk["answers"]
@@ -148,7 +164,9 @@ def test_an_engine_finds_its_agent_by_uuid(
         assert rig.answers(swapped) == disk["answers"]
 
 
-def _kill_agent_while_serving(agent: Agent, first, second, disk: dict[str, object], figures: Figures) -> None:  # type: ignore[no-untyped-def]
+def _kill_agent_while_serving(
+    agent: Agent, first: Engine, second: Engine, disk: dict[str, object], figures: Figures
+) -> None:
     used = rig.device_used()
     agent.kill()
     assert rig.answers(first) == disk["answers"]
@@ -168,7 +186,7 @@ def _all_leases(agent: Agent) -> list[int]:
     return [lease["pid"] for entry in (*status["sets"], {"leases": status["orphans"]}) for lease in entry["leases"]]
 
 
-def _refuses_updates(made, disk: dict[str, object]) -> None:  # type: ignore[no-untyped-def]
+def _refuses_updates(made: Engine, disk: dict[str, object]) -> None:
     status, body = made.post("/update_weights_from_disk", {"model_path": str(rig.profile().model)})
     assert status == 400, body
     assert body["success"] is False, body
@@ -177,14 +195,18 @@ def _refuses_updates(made, disk: dict[str, object]) -> None:  # type: ignore[no-
     assert rig.answers(made) == disk["answers"]
 
 
-def _check_pool(figures: Figures, name: str, pool: int, disk: dict[str, object], arenas: int, private: int) -> None:
-    """|difference| <= (arenas + private copies - the disk load's reserved bytes) / bytes per token, plus rounding."""
+def _check_pool(figures: Figures, name: str, made: Engine, disk: dict[str, object], arenas: int) -> None:
+    """|difference| <= |arenas + private copies - the disk load's weight memory| / bytes per token, plus rounding."""
+    pool, private = rig.pool_tokens(made), rig.private_bytes(made)
     if rig.profile().backend != "cuda":
         return  # the CPU engines of the dry run pin their pool
     per_token = 2 * 36 * 8 * 128 * 2  # K and V, layers, KV heads, head dimension, bf16: the shape make_large writes
-    bound = abs(arenas + private - int(str(disk["reserved"]))) / per_token
+    reserved = int(str(disk["reserved"]))
+    bound = abs(arenas + private - reserved) / per_token
     difference = pool - int(str(disk["pool"]))
-    figures.note(f"{name}: KV pool, tokens (difference to disk; bound)", [pool, difference, round(bound)])
+    figures.note(f"{name}: KV pool, tokens", pool)
+    terms = f"{difference} tokens, |{arenas} + {private} - {reserved}| / {per_token} = {bound:.0f} tokens"
+    figures.note(f"{name}: difference to disk, and its bound", terms)
     # SGLang prints its own count with two digits: 0.01 GB on either side of the load is part of the bound.
     assert abs(difference) <= bound + 2 * 0.01 * 2**30 / per_token
 
@@ -208,7 +230,7 @@ def test_donation_and_attach_to_it(agent: Agent, directory: Path, disk: dict[str
             assert "donated set" in rig.launcher_line(donor), rig.launcher_line(donor)
             assert rig.answers(donor) == disk["answers"]
             held = empty.status()["sets"][0]
-            _check_pool(figures, "donated", rig.pool_tokens(donor), disk, held["bytes"], 0)
+            _check_pool(figures, "donated", donor, disk, held["bytes"])
             for process in donor.schedulers():
                 os.kill(process.pid, signal.SIGKILL)
         if rig.profile().backend == "cuda":
