@@ -316,9 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
             verb.add_argument("--write", action="store_true", help="try to write through the mapping")
         if name == "churn":
             verb.add_argument("--count", type=int, default=50)
-            verb.add_argument(
-                "--lease", action="store_true", help="attach with a lease, at a real agent's public socket"
-            )
+            verb.add_argument("--lease", action="store_true", help="attach with a lease, at an agent")
         if name == "compare":
             verb.add_argument("--gib", type=float, nargs="+", default=[7.0, 100.0])
     args = parser.parse_args(arguments)

@@ -129,7 +129,7 @@ def test_two_engines_attach_and_survive_the_agent(
         steps = rig.milliseconds(first)
         figures.note("attached: steps, ms", steps)
         figures.note(
-            "attached: receive + map + bind, ms",
+            "attached: receive + map + private copies + bind, ms",
             round(sum(steps[step] for step in ("receive", "map", "private", "bind")), 2),
         )
         whole = sum(steps[step] for step in ("connect", "receive", "map", "private", "build", "bind"))
