@@ -110,12 +110,14 @@ class _Builder:
             known[row.paths[0]] = module
             self.modules.append(module)
         for row, module in zip(self.body.modules, self.modules, strict=True):
-            for path in filter(None, row.paths):
+            # A module of this tree was found by its first path; the others may still lead elsewhere.
+            for path in filter(None, row.paths if row.external else row.paths[1:]):
                 self._place_module(path, module, known)
         expected = {id(module) for module in self.modules}
-        for path, module in self.model.named_modules():
-            if id(module) not in expected:
-                raise AttachFailed(f"the set knows no module {path}")
+        for row, module in zip(self.body.modules, self.modules, strict=True):
+            for name, child in module._modules.items():
+                if child is not None and id(child) not in expected and not row.external:
+                    raise AttachFailed(f"the set knows no module {f'{row.paths[0]}.{name}'.lstrip('.')}")
 
     def _submodule(self, path: str, known: Mapping[str, nn.Module]) -> nn.Module:
         if not path:
@@ -178,12 +180,13 @@ class _Builder:
             tensor: torch.Tensor = torch.Tensor._make_subclass(cls, data, row.requires_grad)
         else:
             tensor = data.requires_grad_() if row.requires_grad else data
+        held = getattr(old, "__dict__", {})
         for name in row.attributes:
-            if not hasattr(old, name):
+            if name not in held:
                 raise AttachFailed(
                     f"a tensor of the set carries the attribute {name!r}, which this model does not make"
                 )
-            setattr(tensor, name, getattr(old, name))
+            tensor.__dict__[name] = held[name]
         self.tensors[index] = tensor
         return tensor
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """torch.bfloat16 for ``bfloat16``. Raises ValueError for anything that is no dtype."""
     dtype = getattr(torch, name, None)
