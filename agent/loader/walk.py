@@ -247,7 +247,6 @@ class _Visitor:
             self._search(item, place, (*steps, step), reason)
 
 
-@functools.cache
 def class_name(cls: type) -> str:
     """The qualified name of a class, as the manifest writes it."""
     return f"{cls.__module__}.{cls.__qualname__}"
