@@ -105,7 +105,6 @@ def test_a_second_engine_attaches_and_both_outlive_the_agent(
         for engine in (second, donated.donor):
             support.assert_maps(engine, inodes, resident.bytes)
             assert support.text(engine) == disk.texts[0]
-    eventually(lambda: len(agent.status().orphans) == 1, 5.0, lambda: f"a lease too many: {agent.status().orphans}")
 
 
 @pytest.mark.parametrize("sglang_version", [NEWEST], indirect=True)
@@ -128,5 +127,5 @@ def test_a_donor_that_dies_before_its_commit_leaves_nothing(
             assert status.progress is None
             eventually(lambda: agent.arenas == 0, 5.0, lambda: f"{agent.arenas} arenas are left")
         finally:
-            engine.stop(grace=0)
+            engine.stop()
         assert not any(psutil.pid_exists(process.pid) for process in engine.family())
