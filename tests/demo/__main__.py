@@ -27,7 +27,8 @@ from tests.support.engine import Engine
 from tests.support.environments import environments
 
 PROMPT = "The capital of France is"
-TOKENS = 24
+TOKENS = 8
+"""SmolLM2 in bfloat16 has near-ties further on, which plain engines on a CPU decide either way."""
 TICK_SECONDS = 15.0
 
 T = TypeVar("T")
