@@ -3,7 +3,7 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-0.5.23 test-0.5.17 test-fast lint bench python clean
+.PHONY: help env demo test test-engines test-engines-too test-fast lint bench python clean
 
 ENVS ?= $(or $(WEIGHTCACHE_ENVS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/weightcache-dev)
 export WEIGHTCACHE_ENVS := $(ENVS)
@@ -23,14 +23,16 @@ demo: env
 
 test: lint
 	$(PYTEST) tests/unit tests/gpu
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-0.5.23 test-0.5.17
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-engines test-engines-too
 
-# Most of an engine's start is one thread's work: the two releases share two cores well.
-test-0.5.23:
-	$(PYTEST) tests/engine -k "not 0.5.17"
+# Most of an engine's start is one thread's work: two halves of about the same length share two cores well.
+SECOND_HALF := 0.5.17 or test_ranks
 
-test-0.5.17:
-	$(PYTEST) tests/engine -k 0.5.17
+test-engines:
+	$(PYTEST) tests/engine -k "not ($(SECOND_HALF))"
+
+test-engines-too:
+	$(PYTEST) tests/engine -k "$(SECOND_HALF)"
 
 test-fast: env
 	$(PYTEST) tests/unit
