@@ -19,7 +19,7 @@ def main() -> None:
     runs = len(list(here.glob("run-*.json")))
     told = directive.read()
     record = {"argv": sys.argv[1:], "env": dict(os.environ), "pid": os.getpid()}
-    temporary = here / "run.tmp"
+    temporary = here / f"{os.getpid()}.tmp"  # two launches may share the folder
     temporary.write_text(json.dumps(record))
     temporary.rename(here / f"run-{runs}.json")
     steps = plan["again"] if told and told.from_disk and "again" in plan else plan["steps"]
