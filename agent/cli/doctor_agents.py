@@ -150,7 +150,7 @@ def _membership(wanted: grp.struct_group, groups: set[int]) -> Finding:
         advice = "wcache config set agent.socket_group weightcache, then restart the agents"
         return problem("rights", "the sockets belong to the group of root: only root may attach", advice)
     if user in wanted.gr_mem:
-        return problem("rights", f"{user} joined {wanted.gr_name}, but not in this session", "log out and in again")
+        return problem("rights", f"{user} joined {wanted.gr_name}, but after this login", "log out and in again")
     return problem(
         "rights",
         f"{user} is not in the group {wanted.gr_name}",

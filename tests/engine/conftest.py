@@ -56,7 +56,7 @@ def sglang_version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def checkpoint(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """SmolLM2 in files of this session's own: what is read of them, these engines read."""
+    """SmolLM2 in files that nothing but this test run opens: what is read of them, these engines read."""
     copy = tmp_path_factory.mktemp("checkpoint") / smollm2.name
     shutil.copytree(smollm2, copy)
     yield copy
