@@ -1,0 +1,50 @@
+"""Machines for tests: one for each module and version, and as many more as a test boots itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.environments import REPOSITORY
+from tests.systemd.machine import VERSIONS, Machine, missing
+
+
+@pytest.fixture(scope="session")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What packages install, as one tree."""
+    tree = tmp_path_factory.mktemp("stage")
+    command = [REPOSITORY / "packaging" / "stage.sh", tree]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHON": sys.executable}
+    )
+    assert done.returncode == 0, done.stderr
+    return tree
+
+
+@pytest.fixture(scope="session", params=VERSIONS)
+def systemd(request: pytest.FixtureRequest) -> str:
+    """Every version of systemd in turn. Skips where no machine can be booted, but never in CI."""
+    version = str(request.param)
+    if reason := missing(version):
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    return version
+
+
+@pytest.fixture(scope="module")
+def machine(systemd: str, stage: Path) -> Iterator[Machine]:
+    """A machine with rank 0 enabled, for all tests of a module."""
+    with Machine(systemd, stage, enable=["weightcache@0.socket"], readable=[REPOSITORY]) as booted:
+        yield booted
+
+
+@pytest.fixture
+def boot(systemd: str, stage: Path) -> Iterator[Callable[..., Machine]]:
+    """Boot a machine of one's own: ``boot(enable=[...], files={...})``."""
+    with ExitStack() as running:
+        yield lambda **options: running.enter_context(Machine(systemd, stage, readable=[REPOSITORY], **options))
