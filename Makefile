@@ -1,9 +1,9 @@
-# make demo | test | test-fast | lint | bench | env | python | clean
+# make demo | test | test-fast | test-systemd | lint | bench | stage DESTDIR=... | env | python | clean
 # Everything runs in environments outside the checkout, which the first use builds (tests/env/build.sh).
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help env demo test test-engines test-engines-too test-fast lint bench python clean
+.PHONY: help env env-systemd demo test test-engines test-engines-too test-fast test-systemd lint bench stage python clean
 
 ENVS ?= $(or $(WEIGHTCACHE_ENVS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/weightcache-dev)
 export WEIGHTCACHE_ENVS := $(ENVS)
@@ -18,11 +18,16 @@ help:
 env:
 	@tests/env/build.sh
 
+# Only for these tests, since it installs packages and so needs root.
+env-systemd: env
+	@tests/env/systemd.sh
+
 demo: env
 	@$(PYTHON) -m tests.demo
 
 test: lint
 	$(PYTEST) tests/unit tests/gpu
+	@$(MAKE) --no-print-directory test-systemd
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-engines test-engines-too
 
 # Most of an engine's start is one thread's work: two halves of about the same length share two cores well.
@@ -37,6 +42,9 @@ test-engines-too:
 test-fast: env
 	$(PYTEST) tests/unit
 
+test-systemd: env-systemd
+	$(PYTEST) tests/systemd
+
 lint: env
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -46,6 +54,10 @@ lint: env
 
 bench: env
 	@$(PYTHON) -m tests.bench
+
+# What packages install, as a tree below DESTDIR. It needs no environment, only a Python with pip.
+stage:
+	@PYTHON=$(firstword $(wildcard $(PYTHON)) python3) packaging/stage.sh $(abspath $(or $(DESTDIR),$(error which folder? make stage DESTDIR=...)))
 
 python:
 	@echo $(PYTHON)

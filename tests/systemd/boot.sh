@@ -35,11 +35,13 @@ done
 # What a package does when it is installed.
 cp -R --no-preserve=ownership --preserve=mode,links "$stage/." "$folder/files/." "$root/"
 export SYSTEMD_OFFLINE=1
+mount --bind /proc "$root/proc"
 chroot "$root" systemd-sysusers
 chroot "$root" systemctl --quiet preset weightcache.target weightcache-loader.socket
 if ((${#units[@]})); then
     chroot "$root" systemctl --quiet enable "${units[@]}"
 fi
+umount "$root/proc"
 unset SYSTEMD_OFFLINE
 
 # 133: the machine wants to boot again, and leaves that to whoever runs the container manager.

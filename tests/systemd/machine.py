@@ -137,7 +137,6 @@ class Machine:
         self._leader_fd = -1
         self._place: leftovers.Place | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._notifications: socket.socket | None = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -159,8 +158,6 @@ class Machine:
                 target = place.folder / "files" / _inside(path).lstrip("/")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(text)
-            self._notifications = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._notifications.bind(str(place.folder / "notify"))
             command = ["setpriv", "--pdeathsig=KILL", "unshare", "--mount", "--propagation=private"]
             command += [str(Path(__file__).with_name("boot.sh")), str(lower), str(place.folder), str(self.stage)]
             command += [" ".join(self.enable), ":".join(map(str, self.readable)), "--", f"--machine={place.name}"]
@@ -171,11 +168,11 @@ class Machine:
                 "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
             }
             started = time.monotonic()
-            with (place.folder / "console").open("wb") as console:
+            with (place.folder / "console").open("wb") as console, self._listen() as notifications:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT, env=variables
                 )
-            self._await_ready()
+                self._await_ready(notifications)
             self.boot_seconds = time.monotonic() - started
         except BaseException:
             self.stop()
@@ -184,34 +181,44 @@ class Machine:
 
     def reboot(self) -> None:
         """Shut down and boot again; /run is empty then, the file system stays."""
-        self.run("systemctl", "reboot", check=False)
-        self._await_ready()
+        with self._listen() as notifications:
+            self.run("systemctl", "reboot", check=False)
+            self._await_ready(notifications)
 
     def stop(self) -> None:
         """Cut the power. A machine that is not running is left alone."""
         if self._process is not None:
-            if self._leader_fd >= 0:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(self._leader_fd, signal.SIGKILL)
-            else:
+            try:
+                if self._leader_fd >= 0:
+                    with contextlib.suppress(ProcessLookupError):
+                        signal.pidfd_send_signal(self._leader_fd, signal.SIGKILL)
+                    self._process.wait(STOP_SECONDS)
+            finally:
                 self._process.kill()
-            self._process.wait(STOP_SECONDS)
-            self._process = None
+                self._process.wait()
+                self._process = None
         if self._leader_fd >= 0:
             os.close(self._leader_fd)
             self._leader_fd = -1
-        if self._notifications is not None:
-            self._notifications.close()
-            self._notifications = None
         if self._place is not None:
             self._place.leave()
             self._place = None
 
-    def _await_ready(self) -> None:
+    def _listen(self) -> socket.socket:
+        # Only while somebody reads: the container manager passes on everything that its first process says, and waits
+        # for room in the queue.
+        assert self._place is not None
+        address = self._place.folder / "notify"
+        address.unlink(missing_ok=True)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        sock.bind(str(address))
+        return sock
+
+    def _await_ready(self, notifications: socket.socket) -> None:
         assert self._process is not None
-        assert self._notifications is not None
         deadline = time.monotonic() + BOOT_SECONDS
-        notified, ended = self._notifications.fileno(), os.pidfd_open(self._process.pid)
+        self.leader = 0
+        notified, ended = notifications.fileno(), os.pidfd_open(self._process.pid)
         try:
             while True:
                 left = max(deadline - time.monotonic(), 0)
@@ -219,17 +226,19 @@ class Machine:
                 if notified not in readable:
                     what = "ended" if readable else "does not get ready"
                     raise AssertionError(f"the machine {what}\n{self.console()}")
-                for line in self._notifications.recv(65536).decode().splitlines():
+                for line in notifications.recv(65536).decode().splitlines():
                     name, _, value = line.partition("=")
                     if name == "X_NSPAWN_LEADER_PID":
-                        self.leader = int(value)
-                        if self._leader_fd >= 0:
-                            os.close(self._leader_fd)
-                        self._leader_fd = os.pidfd_open(self.leader)
-                    elif (name, value) == ("READY", "1"):
+                        self._lead(int(value))
+                    elif (name, value) == ("READY", "1") and self.leader:
                         return
         finally:
             os.close(ended)
+
+    def _lead(self, pid: int) -> None:
+        if self._leader_fd >= 0:
+            os.close(self._leader_fd)
+        self.leader, self._leader_fd = pid, os.pidfd_open(pid)
 
     def console(self) -> str:
         """What the machine said on its console."""
