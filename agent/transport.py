@@ -12,6 +12,7 @@ import array
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import struct
@@ -46,6 +47,20 @@ def close_all(fds: Sequence[int]) -> None:
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
+
+
+def make_room(count: int = MAX_FDS) -> None:
+    """Let the kernel enlarge this process's descriptor table now for ``count`` more descriptors. Never raises.
+
+    Enlarging it while threads run waits for an RCU grace period (expand_fdtable in fs/file.c), several milliseconds
+    that would otherwise fall on the first packet with many descriptors.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.close(fcntl.fcntl(lowest, fcntl.F_DUPFD_CLOEXEC, lowest + count))
+        finally:
+            os.close(lowest)
 
 
 def send_packet(sock: socket.socket, data: bytes, fds: Sequence[int] = ()) -> None:

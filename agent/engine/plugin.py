@@ -56,8 +56,10 @@ def _when_everything_is_imported(original: Callable[[], None]) -> None:
 
 
 def _register_scheduler(directive: Directive) -> None:
+    from weightcache import transport
     from weightcache.engine import adapter, refusals
 
+    transport.make_room()
     hooks: dict[str, Callable[..., Any]] = {
         adapter.LOAD_MODEL: _load_model(directive),
         adapter.GET_MODEL_LOADER: _get_model_loader(directive),

@@ -180,13 +180,14 @@ class _Builder:
             tensor: torch.Tensor = torch.Tensor._make_subclass(cls, data, row.requires_grad)
         else:
             tensor = data.requires_grad_() if row.requires_grad else data
-        held = getattr(old, "__dict__", {})
-        for name in row.attributes:
-            if name not in held:
-                raise AttachFailed(
-                    f"a tensor of the set carries the attribute {name!r}, which this model does not make"
-                )
-            tensor.__dict__[name] = held[name]
+        if row.attributes:
+            held, own = getattr(old, "__dict__", {}), tensor.__dict__
+            for name in row.attributes:
+                if name not in held:
+                    raise AttachFailed(
+                        f"a tensor of the set carries the attribute {name!r}, which this model does not make"
+                    )
+                own[name] = held[name]
         self.tensors[index] = tensor
         return tensor
 
@@ -282,9 +283,17 @@ class _Builder:
         """What construction made is in the manifest, slot by slot; this catches a construction that made more here."""
         for row, module in zip(self.body.modules, self.modules, strict=True):
             for table in (module._parameters, module._buffers, vars(module)):
+                # Thousands of values, hardly a tensor among them: their few types are looked at first.
+                if not table or not any(map(_is_tensor_class, set(map(type, table.values())))):
+                    continue
                 for name, value in table.items():
                     if isinstance(value, torch.Tensor) and value.is_meta:
                         raise AttachFailed(f"the set brings no value for {row.paths[0]}.{name}")
+
+
+@functools.cache
+def _is_tensor_class(cls: type) -> bool:
+    return issubclass(cls, torch.Tensor)
 
 
 _MAKERS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
@@ -321,6 +330,8 @@ def _check_name(name: str, allowed: str = "") -> None:
 
 def _clear(module: nn.Module, name: str, keep: Mapping[str, object]) -> None:
     """A name lives in one table only; the one that keeps it also keeps its order."""
+    if name in keep:
+        return
     for table in (module._parameters, module._buffers, vars(module)):
         if table is not keep and name in table:
             del table[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,8 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to the last one that a strided view touches, 0 for an empty one."""
     if 0 in shape:
         return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    # The sum of (size - 1) * step, without a Python loop.
+    return 1 + sum(map(operator.mul, shape, stride)) - sum(stride)
 
 
 def view(

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent; returns the exit status."""
     handed = listen.handed_in(os.environ)
     options = parse(arguments)
-    process.log_to_stderr(options.rank)
+    process.start_log(options.rank)
     process.protect()
     process.raise_descriptor_limit()
     for name, fd in handed.others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from weightcache.errors import Empty, InUse, WeightcacheError
 from weightcache.protocol import Attached, Done, Drain, DrainInfo, Evict, Inspect, LeaseStatus, Renew, Renewed, Resume
 from weightcache.server import leases, loads, markers
 from weightcache.server.attach import require_giving
+from weightcache.server.journal import event
 from weightcache.server.states import State
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from weightcache.server.app import Agent
     from weightcache.server.connection import Connection
     from weightcache.server.sets import ResidentSet
+
+log = logging.getLogger("weightcache")
 
 
 async def evict(agent: Agent, connection: Connection, request: Evict) -> None:
@@ -47,6 +51,8 @@ async def drain(agent: Agent, connection: Connection, request: Drain) -> None:
                 f"cannot write {agent.settings.paths.drain_marker} ({error.strerror}), so a drain would not hold"
             ) from None
         agent.drained = info
+        by = event("drained", client_pid=connection.peer.pid, client_uid=connection.peer.uid)
+        log.info("drained by %s", connection.peer, extra=by)
     agent.settle()
     await loads.cancel(agent, f"rank {agent.settings.rank} was drained while it was loading")
     while len(agent.sets) and agent.drained and (left := deadline - time.monotonic()) > 0:
@@ -66,6 +72,9 @@ async def resume(agent: Agent, connection: Connection, _: Resume) -> None:
     except OSError as error:
         agent.drained = was
         raise WeightcacheError(f"cannot remove {agent.settings.paths.drain_marker} ({error.strerror})") from None
+    if was:
+        by = event("resumed", client_pid=connection.peer.pid, client_uid=connection.peer.uid)
+        log.info("resumed by %s", connection.peer, extra=by)
     agent.touch()
     await connection.send(Done(f"rank {agent.settings.rank} {'gives out again' if was else 'was not drained'}"))
 

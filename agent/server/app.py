@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weightcache.errors import DamagedSet
 from weightcache.protocol import DrainInfo, ErrorInfo
 from weightcache.server import leases, markers
+from weightcache.server.journal import event
 from weightcache.server.production import Production
 from weightcache.server.sets import ResidentSet, Sets
 from weightcache.server.states import Backoff, Facts, State, state_of
@@ -20,6 +21,7 @@ from weightcache.transport import close_all
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from weightcache.server.journal import Event
     from weightcache.server.keeper import Keeper
     from weightcache.server.leases import Lease
     from weightcache.server.peers import Peer
@@ -94,7 +96,8 @@ class Agent:
         state = self.state
         if state is not self._announced:
             reason = self.error if state in (State.FAILED, State.DEGRADED) else None
-            log.info("state %s%s", state, f": {reason.message}" if reason else "")
+            change = event("state-changed", state=state, previous=self._announced or "")
+            log.info("state %s%s", state, f": {reason.message}" if reason else "", extra=change)
             self._announced = state
         self.changes.notify()
         for observer in self.observers:
@@ -122,7 +125,7 @@ class Agent:
     def start(self, source: Literal["loader", "donor"], group: str) -> Production:
         """Begin a load, where none is under way."""
         self.production = Production(source, group, self.dispose)
-        log.info("load begins (%s)", source)
+        log.info("load begins (%s)", source, extra=event("load-began", source=source))
         self.touch()
         return self.production
 
@@ -145,6 +148,17 @@ class Agent:
                 resident.bytes,
                 len(resident.info.arenas),
                 production.seconds,
+                extra=event(
+                    "set-published",
+                    set=resident.id,
+                    role=resident.info.role,
+                    model=resident.info.fingerprint.model_path,
+                    version=resident.version,
+                    source=production.source,
+                    bytes=resident.bytes,
+                    arenas=len(resident.info.arenas),
+                    seconds=round(production.seconds, 3),
+                ),
             )
         self.production, self.failure, self.backoff = None, None, Backoff()
         self.forget_failure()
@@ -164,9 +178,9 @@ class Agent:
                 markers.write(self.settings.paths.failed_marker, FailedLoad(error.code, error.message, time.time()))
             except OSError as problem:
                 log.warning("cannot write %s: %s", self.settings.paths.failed_marker, problem)
-        log.info(
-            "load ended without a set after %.1f s: %s", production.seconds, error.message if error else "given up"
-        )
+        code, why = (error.code, error.message) if error else ("", "given up")
+        ended = event("load-ended", source=production.source, code=code, seconds=round(production.seconds, 3))
+        log.info("load ended without a set after %.1f s: %s", production.seconds, why, extra=ended)
         production.end()
         self.touch()
 
@@ -188,7 +202,7 @@ class Agent:
         """Note that an engine uses a set from now on."""
         lease = leases.grant(peer, resident.id, resident.info.role)
         resident.leases[lease.id] = lease
-        log.info("set %s leased to %s %s", resident.id, peer, lease.status.unit)
+        log.info("set %s leased to %s %s", resident.id, peer, lease.status.unit, extra=_of_lease("leased", lease))
         self.touch()
         return lease
 
@@ -196,7 +210,7 @@ class Agent:
         """Note that an engine uses a set that this agent does not hold."""
         lease = leases.grant(peer, set_id, role)
         self.orphans[lease.id] = lease
-        log.info("%s still uses a set that is not resident any more", peer)
+        log.info("%s still uses a set that is not resident any more", peer, extra=_of_lease("leased", lease))
         self.touch()
         return lease
 
@@ -205,7 +219,8 @@ class Agent:
         self.orphans.pop(lease.id, None)
         if resident := self.sets.get(lease.set_id):
             resident.leases.pop(lease.id, None)
-        log.info("lease on set %.12s ended: pid %d (uid %d)", lease.set_id, lease.status.pid, lease.status.uid)
+        status, ended = lease.status, _of_lease("lease-ended", lease)
+        log.info("lease on set %.12s ended: pid %d (uid %d)", lease.set_id, status.pid, status.uid, extra=ended)
         self.settle()
 
     def settle(self) -> None:
@@ -224,7 +239,8 @@ class Agent:
         """Forget a set at once and close its descriptors behind; leases on it live on as orphans."""
         self.sets.remove(resident)
         self.orphans.update(resident.leases)
-        log.info("set %s dropped: %d bytes", resident.id, resident.bytes)
+        dropped = event("set-dropped", set=resident.id, bytes=resident.bytes)
+        log.info("set %s dropped: %d bytes", resident.id, resident.bytes, extra=dropped)
         self.touch()
         task = self.spawn(self._release(resident))
         self._releases.add(task)
@@ -236,3 +252,8 @@ class Agent:
             await self.keeper.forget(resident.id)
         finally:
             await resident.close()
+
+
+def _of_lease(name: Literal["leased", "lease-ended"], lease: Lease) -> dict[str, Event]:
+    of = lease.status
+    return event(name, set=lease.set_id, lease=lease.id, client_pid=of.pid, client_uid=of.uid, client_unit=of.unit)

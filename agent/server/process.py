@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import resource
 import sys
+
+from weightcache.server import journal
 
 log = logging.getLogger("weightcache")
 
@@ -24,10 +27,9 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def log_to_stderr(rank: int) -> None:
-    """Plain lines; the service manager adds the time."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
-    root = logging.getLogger("weightcache")
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
+def start_log(rank: int) -> None:
+    """To the journal with fields, or plain lines on standard error. asyncio's complaints go the same way."""
+    handler = journal.chosen_handler(rank, os.environ, sys.stderr)
+    for name in ("weightcache", "asyncio"):
+        logging.getLogger(name).addHandler(handler)
+    log.setLevel(logging.INFO)

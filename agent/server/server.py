@@ -14,6 +14,7 @@ from weightcache.server import listen, loads
 from weightcache.server.acceptor import Acceptor
 from weightcache.server.app import Agent
 from weightcache.server.connection import Door
+from weightcache.server.journal import event
 from weightcache.server.keeper import Keeper, ProcessOnly
 from weightcache.server.statusfile import StatusFile
 
@@ -55,7 +56,7 @@ class Server:
         try:
             await self._stop.wait()
         finally:
-            log.info("stopping")
+            log.info("stopping", extra=event("stopping"))
             for acceptor in acceptors:
                 acceptor.stop()
             agent.stopping = True

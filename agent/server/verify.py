@@ -11,6 +11,7 @@ from weightcache.errors import ConfigError, DamagedSet, Empty, WeightcacheError
 from weightcache.protocol import LoadProgress, Progress, Verified, Verify
 from weightcache.server import loads
 from weightcache.server.child import Child
+from weightcache.server.journal import event
 from weightcache.server.waiting import first
 
 if TYPE_CHECKING:
@@ -42,6 +43,19 @@ async def verify(agent: Agent, connection: Connection, _: Verify) -> None:
 
 async def check(agent: Agent, resident: ResidentSet) -> None:
     """Check one set. Raises DamagedSet (the rank is degraded from then on), or what kept the check from an answer."""
+    started = time.monotonic()
+    try:
+        await _check(agent, resident)
+    except WeightcacheError as error:
+        failed = event("verification-failed", set=resident.id, code=error.code)
+        log.error("verification failed: %s", error.message, extra=failed)  # noqa: TRY400 - a sentence, no traceback
+        raise
+    seconds = time.monotonic() - started
+    found = event("verified", set=resident.id, bytes=resident.bytes, seconds=round(seconds, 3))
+    log.info("set %s verified: %d bytes in %.1f s", resident.id, resident.bytes, seconds, extra=found)
+
+
+async def _check(agent: Agent, resident: ResidentSet) -> None:
     settings = agent.settings
     loader = settings.config.loader
     if not loader.command:

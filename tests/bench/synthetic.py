@@ -148,7 +148,8 @@ def attach(
 
 
 def warm_up(memory: Memory) -> None:
-    """Start the device: what every engine has done long before it attaches."""
+    """Start the device and enlarge the descriptor table: what every engine has done long before it attaches."""
+    transport.make_room()
     region = memory.reserve(memory.granularity)
     region.extend(memory.granularity)
     region.bytes_at(0, 8).fill_(1).sum().item()

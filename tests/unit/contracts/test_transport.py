@@ -249,3 +249,17 @@ def test_asyncio_waits_for_packets_and_for_room() -> None:
 
     with no_leak():
         asyncio.run(run())
+
+
+def test_make_room_enlarges_the_descriptor_table_and_keeps_nothing() -> None:
+    before = open_fds()
+
+    def slots() -> int:
+        line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("FDSize"))
+        return int(line.split()[1])
+
+    transport.make_room(253)
+    assert slots() > 253
+    assert open_fds() == before
+    transport.make_room(1 << 30)  # more than the limit allows: nothing happens
+    assert open_fds() == before

@@ -160,6 +160,7 @@ def test_the_status_file_follows(agent: Agent) -> None:
     def written() -> protocol.RankStatus:
         return records.from_plain(protocol.RankStatus, json.loads(agent.paths.status_file.read_text()))
 
+    eventually(agent.paths.status_file.exists)
     eventually(lambda: written().state == "ready")
     assert mode_of(agent.paths.status_file) == 0o644
     with agent.attach() as held:
