@@ -6,6 +6,7 @@ that version skew is its own error and never a decoding problem. Which message m
     RANK.sock          Hello, Attach, Load                      (activates the agent)
     RANK.status.sock   Status, Inspect, Renew, Verify, Evict, Drain, Resume    (never activates, never loads)
     RANK.publish.sock  Begin, Progress, Publish, Commit, Abort  (loaders and donors)
+    loader.sock        Run, then Output, Alive, Ended the other way    (the agent asks for one loader)
 """
 
 from __future__ import annotations
@@ -237,6 +238,17 @@ class Abort:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run ``command`` with these variables added to the environment. Answers: Output and Alive, then Ended.
+
+    The end of the connection ends the command.
+    """
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+
 # -- answers ---------------------------------------------------------------------------------------------------------
 
 
@@ -333,6 +345,30 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """Lines that the command wrote, printable and not empty."""
+
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The command's session did something: processes, CPU ticks, bytes read and written so far."""
+
+    processes: int
+    ticks: int
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The command ended: exit status, or minus the signal number; None with a reason if it could not be started."""
+
+    status: int | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The request failed: stable code, operator sentence and, for a mismatch, the differing fields."""
 
@@ -347,9 +383,9 @@ class Failure:
 
 Message = (
     Hello | Attach | Load | Status | Inspect | Renew | Verify | Evict | Drain | Resume
-    | Begin | Publish | Commit | Abort
+    | Begin | Publish | Commit | Abort | Run
     | Welcome | Progress | Attached | DonationInvited | Loaded | RankReport | Renewed | Verified | Done
-    | Accepted | Published | Committed | Failure
+    | Accepted | Published | Committed | Output | Alive | Ended | Failure
 )  # fmt: skip
 
 

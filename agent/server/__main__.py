@@ -31,6 +31,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--runtime-dir", type=Path, help="where the sockets live, instead of the configured directory")
     parser.add_argument("--listen", type=Path, help="where to bind the public socket, instead of RANK.sock there")
     parser.add_argument("--load", action="store_true", help="load the configured model at once")
+    parser.add_argument("--loader-socket", type=Path, help="ask here for loaders instead of starting them")
+    parser.add_argument("--publish-group", default="", help="group of the publish socket, for loaders of another user")
     return Options(**vars(parser.parse_args(arguments)))
 
 

@@ -1,4 +1,8 @@
-"""A child process in a session of its own: its output line by line, its end, and the end of all its descendants."""
+"""One role of the loader's command, run elsewhere: under systemd in a unit of its own, else in a process of its own.
+
+The agent only holds a connection (loader/unit.py is at its other end): output, signs of life and the end come as
+messages, and closing the connection ends the command with all its descendants.
+"""
 
 from __future__ import annotations
 
@@ -7,118 +11,158 @@ import collections
 import contextlib
 import os
 import signal
+import socket
 import subprocess
-from typing import IO, TYPE_CHECKING, cast
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from weightcache import protocol, transport
+from weightcache.errors import AgentUnavailable, LoadFailed, ProtocolError, WeightcacheError
+from weightcache.protocol import Alive, Ended, Output, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
 KEPT_LINES = 20
-LONGEST_LINE = 2000
-TERM_SECONDS = 5.0
-KILL_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
+STOP_SECONDS = 15.0
+_PRIVATE = ("LISTEN_", "NOTIFY_", "WATCHDOG_", "FDSTORE")
+_UNIT = "import sys; sys.path[:] = {path!r}; from weightcache.loader.unit import main; sys.exit(main())"
 
 
 class Child:
-    """A running child. ``exited`` is set once it has been reaped and nobody of its process group is left."""
+    """A running command. ``exited`` is set once it and everything that belonged to it are gone.
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str], None]) -> None:
-        """Start ``command``. Raises OSError."""
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._output = cast("IO[bytes]", self._process.stdout)
-        self.pid = self._process.pid
+    ``signs`` counts its signs of life: output, CPU time, I/O, processes that come and go.
+    """
+
+    def __init__(
+        self, sock: socket.socket, process: subprocess.Popen[bytes] | None, on_line: Callable[[str], None]
+    ) -> None:
         self.exited = asyncio.Event()
         self.lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
+        self.status: int | None = None
+        self.signs = 0
+        self._reason = ""
+        self._channel = transport.AsyncChannel(sock)
+        self._process = process
         self._on_line = on_line
-        self._partial = b""
-        self._loop = asyncio.get_running_loop()
-        try:
-            self._pidfd = os.pidfd_open(self.pid)
-        except OSError:  # no descriptor left: a child that cannot be watched must not run
-            self._signal(signal.SIGKILL)
-            self._process.wait()
-            self._output.close()
-            raise
-        os.set_blocking(self._output.fileno(), False)
-        self._loop.add_reader(self._output.fileno(), self._read)
-        self._loop.add_reader(self._pidfd, self._on_exit)
-
-    @property
-    def status(self) -> int | None:
-        """Exit status, or minus the signal number; None while it runs."""
-        return self._process.returncode
+        self._task = asyncio.get_running_loop().create_task(self._listen())
 
     def describe(self) -> str:
         """How it ended, in words, with its last lines."""
-        status = self.status
-        if status is None:
+        if not self.exited.is_set():
             how = "does not end"
-        elif status < 0:
-            how = f"ended with signal {-status} ({_signal_name(-status)})"
+        elif self._reason:
+            how = self._reason
+        elif self.status is None:
+            how = "was killed together with its supervisor (out of memory?)"
+        elif self.status < 0:
+            how = f"ended with signal {-self.status} ({_signal_name(-self.status)})"
         else:
-            how = f"ended with status {status}"
+            how = f"ended with status {self.status}"
         return f"{how}{self.last_words()}"
 
     def last_words(self) -> str:
         """The last lines of output, ready to follow a sentence."""
         return ": " + " | ".join(list(self.lines)[-5:]) if self.lines else ""
 
-    async def stop(self, grace: float = TERM_SECONDS) -> None:
-        """End the whole process group: SIGTERM, ``grace`` seconds, SIGKILL."""
-        for sign, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_SECONDS)):
-            if self.exited.is_set():
-                return
-            self._signal(sign)
+    async def stop(self) -> None:
+        """End the command: SIGTERM, some seconds, SIGKILL, all of it done at the other end."""
+        if not self.exited.is_set():
+            with contextlib.suppress(OSError):
+                self._channel.sock.shutdown(socket.SHUT_WR)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.exited.wait(), seconds)
+                await asyncio.wait_for(self.exited.wait(), STOP_SECONDS)
+        if not self.exited.is_set():  # a supervisor that does not do its work
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            await self._gone(kill=True)
 
-    def _signal(self, sign: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, sign)
+    async def _listen(self) -> None:
+        try:
+            while packet := (await self._channel.receive()).data:
+                self._take(protocol.decode(packet))
+        except (OSError, ProtocolError) as error:
+            self._reason = f"broke off the conversation ({error})"
+        await self._gone()
 
-    def _on_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        # Not reaped yet, so the number of the group cannot belong to anybody else: leftovers can be killed safely.
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        os.close(self._pidfd)
-        self._read()
-        self._finish_output()
+    def _take(self, message: protocol.Message) -> None:
+        match message:
+            case Output(lines):
+                self.signs += 1
+                self.lines.extend(lines)
+                for line in lines:
+                    self._on_line(line)
+            case Alive():
+                self.signs += 1
+            case Ended(status, reason):
+                self.status = status
+                self._reason = f"cannot be started ({reason})" if reason else ""
+            case _:
+                raise ProtocolError(f"{type(message).__name__} from a loader's supervisor")
+
+    async def _gone(self, kill: bool = False) -> None:
+        self._channel.close()
+        if self._process is not None:
+            if kill:
+                self._process.kill()
+            # It has closed the connection, which is the last thing it does.
+            await asyncio.to_thread(self._process.wait)
         self.exited.set()
 
-    def _read(self) -> None:
-        # Bounded, so that a child that floods its output cannot keep the event loop to itself.
-        for _ in range(16):
-            try:
-                data = os.read(self._output.fileno(), 65536)
-            except BlockingIOError:
-                return
-            if not data:
-                self._loop.remove_reader(self._output.fileno())
-                return
-            *whole, rest = (self._partial + data).replace(b"\r", b"\n").split(b"\n")
-            self._partial = rest[-LONGEST_LINE:]
-            for line in whole:
-                self._emit(line)
 
-    def _finish_output(self) -> None:
-        self._loop.remove_reader(self._output.fileno())
-        self._emit(self._partial)
-        self._output.close()
+async def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    on_line: Callable[[str], None],
+    loader_socket: Path | None,
+) -> Child:
+    """Run ``command`` with ``environment`` added, behind ``loader_socket`` or in a process here. Raises LoadFailed."""
+    request = protocol.encode(Run(tuple(command), dict(environment)))
+    process = None
+    try:
+        if loader_socket is None:
+            sock, process = _process()
+        else:
+            sock = await asyncio.to_thread(_connect, loader_socket)
+    except (OSError, WeightcacheError) as error:
+        raise LoadFailed(f"nobody can run the loader: {error}") from None
+    child = Child(sock, process, on_line)
+    try:
+        transport.send_packet(sock, request)
+    except (OSError, ProtocolError) as error:
+        await child.stop()
+        raise LoadFailed(f"the loader's supervisor takes no request: {error}") from None
+    return child
 
-    def _emit(self, line: bytes) -> None:
-        text = line[:LONGEST_LINE].decode("utf-8", "replace").rstrip()
-        text = "".join(char if char.isprintable() else " " for char in text)
-        if text.strip():
-            self.lines.append(text)
-            self._on_line(text)
+
+def _process() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        try:
+            # A session of its own: a Ctrl+C at the agent's terminal is for the agent, which then ends this in order.
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", _UNIT.format(path=sys.path)],
+                env={name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE)},
+                stdin=theirs,
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return ours, process
+
+
+def _connect(path: Path) -> socket.socket:
+    sock = transport.connect(path, time.monotonic() + CONNECT_SECONDS)
+    _, uid, _ = transport.peer_credentials(sock)
+    if uid not in (0, os.geteuid()):
+        sock.close()
+        raise AgentUnavailable(f"the socket {path} belongs to uid {uid}, which is not systemd")
+    return sock
 
 
 def _signal_name(number: int) -> str:

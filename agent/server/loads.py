@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from typing import TYPE_CHECKING
 
 from weightcache.errors import AgentUnavailable, Empty, LoadFailed, from_code
 from weightcache.protocol import ErrorInfo
-from weightcache.server import vitals
-from weightcache.server.child import Child
+from weightcache.server.child import start
 from weightcache.server.waiting import first
 
 if TYPE_CHECKING:
     from weightcache.server.app import Agent
+    from weightcache.server.child import Child
     from weightcache.server.production import Production
     from weightcache.server.settings import Settings
 
@@ -59,10 +58,9 @@ async def cancel(agent: Agent, reason: str) -> None:
 
 
 def environment(settings: Settings, extra: dict[str, str]) -> dict[str, str]:
-    """The environment of a child: the agent's own without what systemd meant for the agent alone."""
-    own = {k: v for k, v in os.environ.items() if not k.startswith(("LISTEN_", "NOTIFY_", "WATCHDOG_", "FDSTORE"))}
+    """What the loader's command gets beside the environment of whoever runs it."""
     gpu = {"CUDA_VISIBLE_DEVICES": settings.gpu} if settings.gpu and settings.config.memory.backend == "cuda" else {}
-    return own | settings.config.loader.environment | gpu | extra
+    return settings.config.loader.environment | gpu | extra
 
 
 async def _run(agent: Agent, production: Production, previous: asyncio.Task[None] | None) -> None:
@@ -82,13 +80,14 @@ async def _run(agent: Agent, production: Production, previous: asyncio.Task[None
         *("--", *arguments),
     ]
     try:
-        child = Child(
+        child = await start(
             command,
             environment(settings, {"WEIGHTCACHE_TOKEN": production.token}),
             lambda line: log.info("loader: %s", line),
+            settings.loader_socket,
         )
-    except (OSError, ValueError) as error:
-        agent.give_up(production, ErrorInfo("load-failed", f"the loader {command[0]!r} cannot be started ({error})"))
+    except LoadFailed as error:
+        agent.give_up(production, ErrorInfo(error.code, error.message))
         return
     try:
         problem = await _watch(agent, production, child)
@@ -103,7 +102,7 @@ async def _watch(agent: Agent, production: Production, child: Child) -> ErrorInf
     limits = _Limits(agent.settings, production, child)
     while not production.left.is_set() and not child.exited.is_set():
         await first(production.left, child.exited, seconds=limits.interval)
-        if not production.left.is_set() and (problem := await limits.exceeded()):
+        if not production.left.is_set() and (problem := limits.exceeded()):
             return ErrorInfo(LoadFailed.code, f"the loader {problem}{child.last_words()}")
     if production.publisher and not production.left.is_set():
         await first(production.left, seconds=LAST_WORDS_SECONDS)
@@ -125,18 +124,17 @@ class _Limits:
         self._timeout = settings.config.loader.timeout_seconds
         self._stall = settings.config.loader.stall_seconds
         self.interval = min(SAMPLE_SECONDS, max(self._stall / 5, 0.1), max(self._timeout / 5, 0.1))
-        self._seen: tuple[int, vitals.Vitals] | None = None
-        self._alive = time.monotonic()
+        self._seen = (0, 0)
 
-    async def exceeded(self) -> str | None:
+    def exceeded(self) -> str | None:
         """What the loader did wrong, or None."""
-        sample = await asyncio.to_thread(vitals.of_session, self._child.pid)
-        now = time.monotonic()
-        seen = (self._production.changes, sample)
+        production = self._production
+        seen = (production.changes, self._child.signs)
         if seen != self._seen:
-            self._seen, self._alive = seen, now
-        if self._production.seconds > self._timeout:
-            return f"took longer than {self._timeout:g} s (phase {self._production.progress.phase})"
-        if now - self._alive > self._stall:
-            return f"made no progress for {self._stall:g} s (phase {self._production.progress.phase})"
+            self._seen = seen
+            production.alive_at = time.monotonic()
+        if production.seconds > self._timeout:
+            return f"took longer than {self._timeout:g} s (phase {production.progress.phase})"
+        if time.monotonic() - production.alive_at > self._stall:
+            return f"made no progress for {self._stall:g} s (phase {production.progress.phase})"
         return None

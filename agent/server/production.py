@@ -30,7 +30,10 @@ class Holder:
 
 
 class Production:
-    """The current load. ``left`` is set when the publisher has had its say, ``ended`` when the outcome is decided."""
+    """The current load. ``alive_at`` is when it last showed a sign of life (time.monotonic()).
+
+    ``left`` is set when the publisher has had its say, ``ended`` when the outcome is decided.
+    """
 
     def __init__(
         self, source: Literal["loader", "donor"], group: str, dispose: Callable[[Sequence[int]], None]
@@ -39,6 +42,7 @@ class Production:
         self.group = group
         self.token = secrets.token_hex(16)
         self.started = time.monotonic()
+        self.alive_at = self.started
         self.progress = LoadProgress("importing" if source == "loader" else "donor", 0, 0, 0.0)
         self.changes = 0
         self.staged: list[Staged] = []

@@ -74,14 +74,15 @@ class Server:
             settings.paths.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         except OSError as error:
             raise WeightcacheError(f"cannot make {settings.paths.directory}: {error.strerror}") from None
-        publish_mode = 0o660 if settings.config.policy.publishers else 0o600
+        publish_gid = settings.gid if settings.publish_gid is None else settings.publish_gid
+        publish_mode = 0o600 if settings.publish_gid is None and not settings.config.policy.publishers else 0o660
         listeners = {}
         try:
             if public is None:
                 listeners[Door.PUBLIC] = listen.bind(settings.public, 0o660, settings.gid)
             else:
                 listeners[Door.PUBLIC] = listen.Listener(public, Path(public.getsockname()))
-            listeners[Door.PUBLISH] = listen.bind(settings.paths.publish, publish_mode, settings.gid)
+            listeners[Door.PUBLISH] = listen.bind(settings.paths.publish, publish_mode, publish_gid)
             listeners[Door.STATUS] = listen.bind(settings.paths.status, 0o660, settings.gid)
         except WeightcacheError:
             for listener in listeners.values():

@@ -29,6 +29,8 @@ class Options:
     runtime_dir: Path | None = None
     listen: Path | None = None
     load: bool = False
+    loader_socket: Path | None = None
+    publish_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,9 @@ class Settings:
     gpu: str = ""
     gid: int | None = None
     publishers: frozenset[int] = frozenset()
+    publish_gid: int | None = None
     load: bool = False
+    loader_socket: Path | None = None
 
     @property
     def model(self) -> str:
@@ -74,7 +78,8 @@ def resolve(options: Options) -> Settings:
     rank = next((r for r in chosen.ranks if r.rank == options.rank), None)
     if rank is None and not problems:
         problems.append(f"{_name(chosen)}: no [[rank]] table has rank = {options.rank}")
-    gid = _group(chosen, problems)
+    gid = _group(f"{_name(chosen)}: [agent] socket_group", chosen.agent.socket_group, problems)
+    publish_gid = _group("--publish-group", options.publish_group, problems)
     publishers = _users(chosen, problems)
     directory = options.runtime_dir or chosen.agent.runtime_dir or paths.runtime_dir()
     places = paths.RankPaths(directory.absolute(), options.rank)
@@ -87,7 +92,9 @@ def resolve(options: Options) -> Settings:
         gpu=(rank or RankConfig(options.rank)).gpu,
         gid=gid,
         publishers=publishers,
+        publish_gid=publish_gid,
         load=options.load,
+        loader_socket=options.loader_socket,
     )
 
 
@@ -104,14 +111,13 @@ def _name(chosen: Config) -> str:
     return str(chosen.path or paths.CONFIG_FILE)
 
 
-def _group(chosen: Config, problems: list[str]) -> int | None:
-    name = chosen.agent.socket_group
+def _group(where: str, name: str, problems: list[str]) -> int | None:
     if not name:
         return None
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
-        problems.append(f"{_name(chosen)}: [agent] socket_group: there is no group {name!r}")
+        problems.append(f"{where}: there is no group {name!r}")
         return None
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from weightcache.errors import ConfigError, DamagedSet, Empty, WeightcacheError
 from weightcache.protocol import LoadProgress, Progress, Verified, Verify
 from weightcache.server import loads
-from weightcache.server.child import Child
+from weightcache.server.child import start
 from weightcache.server.journal import event
 from weightcache.server.waiting import first
 
@@ -68,10 +68,9 @@ async def _check(agent: Agent, resident: ResidentSet) -> None:
         *("--backend", settings.config.memory.backend),
         "--json",
     ]
-    try:
-        child = Child(command, loads.environment(settings, {}), lambda line: log.info("check: %s", line))
-    except (OSError, ValueError) as error:
-        raise WeightcacheError(f"the check {command[0]!r} cannot be started ({error})") from None
+    child = await start(
+        command, loads.environment(settings, {}), lambda line: log.info("check: %s", line), settings.loader_socket
+    )
     try:
         limit = min(loader.timeout_seconds, LONGEST_CHECK_SECONDS)
         await first(child.exited, seconds=limit)

@@ -14,9 +14,10 @@ import pytest
 
 from tests.unit.server.harness import eventually
 from weightcache.config import Config
+from weightcache.loader import vitals
 from weightcache.paths import RankPaths
 from weightcache.protocol import DrainInfo
-from weightcache.server import listen, markers, peers, vitals
+from weightcache.server import listen, markers, peers
 from weightcache.server.__main__ import parse
 from weightcache.server.peers import Peer
 from weightcache.server.settings import Options, Settings, model_in, resolve, uid_of

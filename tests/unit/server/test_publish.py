@@ -136,7 +136,7 @@ def test_much_output_is_kept_short(agent: Agent) -> None:
 def test_the_loader_cannot_be_started(agent: Agent) -> None:
     agent.configure(loader={"command": ["/nonexistent/loader"]})
     agent.start()
-    with pytest.raises(LoadFailed, match="'/nonexistent/loader' cannot be started"):
+    with pytest.raises(LoadFailed, match=r"the loader cannot be started \('/nonexistent/loader': No such file"):
         agent.load()
 
 
