@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import weightcache
-from weightcache import protocol
+from weightcache import keeper, protocol
 from weightcache.cli import attach, config_command, control, doctor, load, status
 from weightcache.cli.parsing import Parser, add_global, unknown
 from weightcache.cli.text import escape
@@ -57,6 +57,10 @@ def parser() -> Parser:
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for module in (status, load, attach, control, config_command, doctor):
         module.register(commands)
+    text = "keep weights over an agent's crashes without systemd"
+    command = commands.add_parser("keeper", help=text, description=keeper.DESCRIPTION)
+    keeper.add_arguments(command)
+    command.set_defaults(run=keeper.start, parser=command)
     command = commands.add_parser("version", help="print the version and the protocol", description="Print versions.")
     command.set_defaults(run=lambda _: print(_version()) or 0, parser=command)
     return top
