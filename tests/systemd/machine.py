@@ -24,7 +24,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -303,13 +303,16 @@ class Machine:
         """How many descriptors the manager keeps for a service."""
         return int(self.show(unit, "NFileDescriptorStore")["NFileDescriptorStore"])
 
-    def drop_in(self, unit: str, text: str) -> None:
-        """Write the drop-in of a unit and have the manager read it; without text remove it."""
-        if text:
-            self.write_file(unit, text)
-        else:
-            self.path(_inside(unit)).unlink()
+    @contextlib.contextmanager
+    def drop_in(self, unit: str, text: str) -> Iterator[None]:
+        """Change a unit for the length of a with block. It takes effect as far as a daemon-reload goes."""
+        self.write_file(unit, text)
         self.systemctl("daemon-reload")
+        try:
+            yield
+        finally:
+            self.path(_inside(unit)).unlink()
+            self.systemctl("daemon-reload")
 
     # Journal
 
@@ -345,4 +348,5 @@ class Machine:
 
 
 def _inside(path: str) -> str:
-    return path if path.startswith("/") else f"/etc/systemd/system/{path}.d/50-test.conf"
+    # Not one name for all: an instance's drop-in would take the place of its template's.
+    return path if path.startswith("/") else f"/etc/systemd/system/{path}.d/50-{path}.conf"
