@@ -1,7 +1,7 @@
 """`wcache keeper`: the service manager's part for one command (sd_listen_fds(3), sd_notify(3)), where there is none.
 
-Its end frees the weights: so it is one file of the standard library, which imports nothing once it runs. WATCHDOG and
-EXTEND_TIMEOUT are left out on purpose.
+Its end frees the weights: so it is one file of the standard library, which imports nothing once it runs. It does
+without WATCHDOG and EXTEND_TIMEOUT.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ FIRST_EXEC_DELAY, LONGEST_EXEC_DELAY = 0.1, 4.8
 SPARE_FDS = 64  # for the keeper itself, and a message on its way in
 MESSAGE_BYTES = 4096
 ANCILLARY_BYTES = socket.CMSG_SPACE(253 * 4) + socket.CMSG_SPACE(12)  # the most descriptors, and the sender
-LONGEST_STRING = 128 << 10  # execve(2): of one string, and of all, however large the stack may be
-ALL_STRINGS = 6 << 20
+ONE_STRING, ALL_STRINGS = 128 << 10, 6 << 20  # what execve(2) takes, however large the stack may be
 MANAGER_VARIABLES = {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID", "NOTIFY_SOCKET", "FDSTORE"}
 MANAGER_VARIABLES |= {"WATCHDOG_PID", "WATCHDOG_USEC"}
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 F_DUPFD_QUERY = 1024 + 3
 KCMP = {"x86_64": 312, "aarch64": 272}
-
 LIBC = ctypes.CDLL(None)
 
 
@@ -94,7 +92,7 @@ def name_room(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """How long the joined names may be: if execve(2) refused them, nothing could ever be started again."""
     strings = [*command, *(f"{name}={value}" for name, value in environment.items())]
     others = sum(len(os.fsencode(string)) + 9 for string in strings) + 8192
-    return min(LONGEST_STRING, min(os.sysconf("SC_ARG_MAX"), ALL_STRINGS) - others) - len("LISTEN_FDNAMES=") - 1
+    return min(ONE_STRING, min(os.sysconf("SC_ARG_MAX"), ALL_STRINGS) - others) - len("LISTEN_FDNAMES=") - 1
 
 
 class Store:
@@ -172,11 +170,11 @@ class Keeper:
         self.notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self.notify.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self.notify.bind(address)
-        self.epoll.register(self.notify, select.EPOLLIN)
         self.failures, self.report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.wakeup, self.waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.epoll.register(self.wakeup, select.EPOLLIN)
-        signal.set_wakeup_fd(self.waker, warn_on_full_buffer=False)
+        self.wakeup, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        for fd in (self.notify.fileno(), self.wakeup):
+            self.epoll.register(fd, select.EPOLLIN)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         asked = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         # What the keeper was started to ignore (nohup) stays ignored, in the command too.
         self.handled = [signal.SIGCHLD, *(number for number in asked if signal.getsignal(number) != signal.SIG_IGN)]
@@ -201,8 +199,7 @@ class Keeper:
             except Exception as error:  # noqa: BLE001 - whatever went wrong, ending would free the weights
                 say(f"internal error: {type(error).__name__}: {error}")
                 time.sleep(0.2)
-                with contextlib.suppress(OSError):
-                    os.write(self.waker, b"\0")  # the next turn may have nothing else to wake it up
+                signal.raise_signal(signal.SIGCHLD)  # nothing else may wake the next turn up
         close_all(fd for _, fd in self.store.entries)
         say(f"stopped, {len(self.store.entries)} stored descriptors closed")
 
@@ -216,7 +213,7 @@ class Keeper:
                 self.signalled(os.read(fd, 4096))
             elif fd != self.notify.fileno():
                 self.closing.put(self.store.take(fd=fd))
-        # Last, because it may bring descriptors with numbers that were just closed; bounded, whoever floods it.
+        # Last, because it brings descriptors under numbers that have just become free; bounded, whoever floods it.
         for _ in range(100):
             if not self.receive():
                 break
@@ -249,9 +246,8 @@ class Keeper:
             for target, fd in enumerate(fds, FIRST_FD):
                 os.dup2(fd, target)
             if passed:
-                names = ":".join(name for name, _ in passed)
-                self.environment |= {"LISTEN_FDS": str(len(passed)), "LISTEN_FDNAMES": names}
-                self.environment |= {"LISTEN_PID": str(os.getpid())}
+                values = str(os.getpid()), str(len(passed)), ":".join(name for name, _ in passed)
+                self.environment |= zip(("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"), values, strict=True)
             resource.setrlimit(resource.RLIMIT_NOFILE, self.limits)
             # The last two are ignored by the interpreter. A signal that waits must not meet a handler here: it would
             # write to the keeper's pipe.
@@ -306,10 +302,9 @@ class Keeper:
         for number in numbers:
             if number == signal.SIGHUP:
                 self.send(signal.SIGHUP)
+            elif number in (signal.SIGTERM, signal.SIGINT) and self.stopping:
+                self.kill()
             elif number in (signal.SIGTERM, signal.SIGINT):
-                if self.stopping:
-                    self.kill()
-                    continue
                 self.stopping, self.due = True, time.monotonic() + STOP_SECONDS
                 say(f"stopping {self.command[0]}" + (f" (last status: {self.status})" if self.status else ""))
                 self.send(signal.SIGTERM)
@@ -347,21 +342,19 @@ class Keeper:
         if fields.get("FDSTORE") == "1":
             kept = self.store.add(name if valid_name(name) else "stored", fds, fields.get("FDPOLL") != "0")
             if not kept and not self.said_full:
-                self.said_full = True
                 say(f"the store is full with {len(self.store.entries)} descriptors: what comes beyond that is closed")
+            self.said_full |= not kept
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options, and the command behind them."""
-    parser.usage = f"{parser.prog} [OPTION...] -- COMMAND [ARGUMENT...]"
-    add = parser.add_argument
+    parser.usage, add = f"{parser.prog} [OPTION...] -- COMMAND [ARGUMENT...]", parser.add_argument
     add("--listen", type=Path, metavar="PATH", help="listen here (SOCK_SEQPACKET) and pass the socket to COMMAND")
     add("--mode", default="0660", help="mode of the socket (default: 0660)")
     add("--group", metavar="NAME", help="group of the socket, by name or number")
     add("--name", default="agent", help="name of the socket for COMMAND (default: agent)")
     add("--store-max", type=int, default=1024, metavar="N", help="how many descriptors to keep (default: 1024)")
-    text = "how long to wait before COMMAND is started again (default: 0.2)"
-    add("--restart-delay", type=float, default=0.2, metavar="SECONDS", help=text)
+    add("--restart-delay", type=float, default=0.2, metavar="SECONDS", help="pause between two starts (default: 0.2)")
     add("words", nargs="+", metavar="COMMAND", help="what to run, with its arguments")
 
 
@@ -394,9 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = Path(os.environ.get("TMPDIR") or "/tmp", f"weightcache-keeper-{os.urandom(8).hex()}")  # noqa: S108
             folder.mkdir(mode=0o700)
             stack.callback(folder.rmdir)
-            stack.callback((folder / "notify").unlink, missing_ok=True)
+            stack.callback(Path(folder, "notify").unlink, missing_ok=True)
             listener = options.listen and bind(stack, options.listen, options.mode, options.group)
-            Keeper(options, listener, str(folder / "notify")).run()
+            Keeper(options, listener, f"{folder}/notify").run()
     except OSError as error:
         say(str(error))
         return 1

@@ -16,6 +16,7 @@ from typing import Any
 
 FIRST_FD = 3
 HANGUPS: list[int] = []
+KEPT: list[socket.socket] = []
 
 
 def notify(text: str, fds: list[int] | tuple[int, ...] = ()) -> None:
@@ -95,13 +96,29 @@ def canary(name: str) -> bool:
 
 
 def pipe(name: str, more: str) -> bool:
-    """Store a pipe's writing end whose reading end is closed then."""
+    """Store a pipe's writing end, of which this process has a copy, and close the reading end then."""
     reading, writing = os.pipe()
     notify(f"FDSTORE=1\nFDNAME={name}\n{more}", [writing])
     answered = barrier()
     os.close(reading)
-    os.close(writing)
     return answered and barrier()
+
+
+def slow(name: str, seconds: int) -> bool:
+    """Store a descriptor whose last close(2) takes this long: of a connection with data that nobody reads."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sock = socket.create_connection(server.getsockname())
+        KEPT.append(server.accept()[0])
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, seconds))
+    sock.setblocking(False)
+    try:
+        while sock.send(bytes(65536)):
+            pass
+    except BlockingIOError:
+        notify(f"FDSTORE=1\nFDNAME={name}", [sock.fileno()])
+    answered = barrier()
+    sock.close()
+    return answered
 
 
 def tell(text: str, contents: list[str], wait: bool = True) -> bool:
@@ -170,7 +187,23 @@ def state() -> dict[str, Any]:
     }
 
 
-VERBS = (store, many, again, copies, canary, pipe, tell, barrier, leftover, orphan, ignore, count, state, os._exit)
+VERBS = (
+    store,
+    many,
+    again,
+    copies,
+    canary,
+    pipe,
+    slow,
+    tell,
+    barrier,
+    leftover,
+    orphan,
+    ignore,
+    count,
+    state,
+    os._exit,
+)
 
 
 def serve(listener: socket.socket) -> None:

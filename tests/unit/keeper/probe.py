@@ -1,7 +1,7 @@
 """The keeper with a window: SIGWINCH makes it write what it has imported and what it has open. Arguments as the keeper.
 
 $PROBE_DUMP names the file. $PROBE_SET holds constants of the keeper that are set otherwise, as JSON, and $PROBE_FORKS
-the number of calls of fork() that fail first.
+the number of calls of fork() that fail first. After SIGURG the next three messages cannot be received.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,18 @@ def failing_fork() -> int:
     return fork()
 
 
+def break_receiving(receive: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    failing: list[BaseException] = []
+    signal.signal(signal.SIGURG, lambda *_: failing.extend([MemoryError("none left")] * 3))
+
+    def failing_receive(self: Any) -> bool:
+        if failing:
+            raise failing.pop()
+        return receive(self)
+
+    return failing_receive
+
+
 def dump(*_: object) -> None:
     path = Path(os.environ["PROBE_DUMP"])
     fds = [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
@@ -36,5 +49,6 @@ if __name__ == "__main__":
     exec(compile(KEEPER.read_text(), KEEPER, "exec"), keeper)
     keeper.update(json.loads(os.environ.get("PROBE_SET", "{}")))
     os.fork = failing_fork
+    keeper["Keeper"].receive = break_receiving(keeper["Keeper"].receive)
     signal.signal(signal.SIGWINCH, dump)
     sys.exit(keeper["main"]())

@@ -139,9 +139,13 @@ def test_what_is_ignored_from_the_start_stays_ignored(rig: Rig) -> None:
 
 def test_a_command_that_cannot_be_started_is_tried_again_more_and_more_slowly(rig: Rig) -> None:
     command = rig.folder / "command"
-    rig.start(command=[str(command)], keeper=PROBE, environment={"PROBE_SET": '{"FIRST_EXEC_DELAY": 0.01}'})
+    delays = '{"FIRST_EXEC_DELAY": 0.01, "LONGEST_EXEC_DELAY": 0.15}'
+    rig.start(command=[str(command)], keeper=PROBE, environment={"PROBE_SET": delays})
     sentence = f"keeper: cannot start {command}: No such file or directory\n"
-    eventually(lambda: rig.text().count(sentence) == 3)
+    eventually(lambda: rig.text().count(sentence) == 5)
+    begin = time.monotonic()
+    eventually(lambda: rig.text().count(sentence) == 8)
+    assert 0.5 < time.monotonic() - begin < 5
     command.write_text(f'#!/bin/sh\nexec {" ".join(PYTHON)} "{Path(__file__).with_name("fake_agent.py")}"\n')
     eventually(lambda: f"keeper: cannot start {command}: Permission denied\n" in rig.text())
     command.chmod(0o755)
@@ -149,15 +153,21 @@ def test_a_command_that_cannot_be_started_is_tried_again_more_and_more_slowly(ri
     assert "ended" not in rig.text()
 
 
-def test_the_delay_grows_to_five_seconds_and_starts_over() -> None:
-    waits = keeper.FIRST_EXEC_DELAY, keeper.LONGEST_EXEC_DELAY + 0.2
-    assert waits == (0.1, 5.0)
-
-
 def test_no_memory_for_a_fork_is_no_end(rig: Rig) -> None:
     rig.start(keeper=PROBE, environment={"PROBE_FORKS": "3"})
     rig.ready()
     assert rig.text().count("Cannot allocate memory") == 3
+
+
+def test_an_error_that_nobody_thought_of_is_no_end(rig: Rig) -> None:
+    rig.start(keeper=PROBE)
+    pid = rig.ready()["pid"]
+    rig.ask("store", "x", ["1"])
+    rig.process.send_signal(signal.SIGURG)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: reaped(pid))
+    assert rig.state()["contents"] == {"x": ["1"]}
+    assert rig.text().count("keeper: internal error: MemoryError: none left\n") == 3
 
 
 @pytest.mark.parametrize(("options", "mode"), [([], 0o660), (["--mode", "0600", "--group", str(os.getgid())], 0o600)])
@@ -204,8 +214,9 @@ def test_what_cannot_be_listened_on_is_said_and_stays_as_it_is(rig: Rig) -> None
 
 def test_without_a_listener_and_through_wcache(rig: Rig) -> None:
     wcache = [sys.executable, "-m", "weightcache.cli", "keeper", "--store-max=7", "--"]
-    rig.run([*wcache, "sh", "-c", 'echo "$FDSTORE ${LISTEN_FDS-none} $@"', "sh", "--", "-x", "--mode"])
-    eventually(lambda: "7 none -- -x --mode\n" in rig.text())
+    script = 'echo "$FDSTORE ${LISTEN_FDS-none} $@"; grep SigIgn /proc/self/status'
+    rig.run([*wcache, "sh", "-c", script, "sh", "--", "-x", "--mode"])
+    eventually(lambda: "7 none -- -x --mode\nSigIgn:\t0000000000000000\n" in rig.text())
     arguments = Path(f"/proc/{rig.process.pid}/cmdline").read_bytes().split(b"\0")
     assert arguments[1:3] == [b"-I", b"-S"]
     modules = {Path(line.split()[-1]).parent.name for line in maps(rig.process.pid) if "site-packages" in line}
@@ -238,8 +249,8 @@ def test_it_sleeps_while_nothing_happens(rig: Rig) -> None:
     rig.start()
     rig.ready()
     rig.ask("pipe", "hung up", "FDPOLL=0")
-    rig.ask("pipe", "dropped", "")
     rig.kill()
+    rig.ask("pipe", "dropped", "")
     time.sleep(0.1)
     before = switches(rig.process.pid)
     time.sleep(0.3)

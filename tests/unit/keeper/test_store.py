@@ -100,6 +100,18 @@ def test_remove_takes_all_of_a_name(rig: Rig) -> None:
     assert rig.contents() == {"a": ["3"], "c": ["1", "2"]}
 
 
+def test_a_driver_that_is_slow_to_let_go_stops_nothing(rig: Rig) -> None:
+    rig.start()
+    rig.ready()
+    rig.ask("slow", "slow", 3)
+    begin = time.monotonic()
+    rig.ask("tell", "FDSTOREREMOVE=1\nFDNAME=slow", [])
+    assert rig.ask("canary", "x")
+    assert rig.contents() == {"x": ["pipe"]}
+    assert rig.stop() == 0
+    assert time.monotonic() - begin < 2
+
+
 def test_a_barrier_comes_after_300_messages_which_cost_little_memory(rig: Rig) -> None:
     rig.start()
     rig.ready()
