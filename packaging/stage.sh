@@ -7,8 +7,9 @@
 #   /usr/lib/systemd/{system,system-preset}, /usr/lib/sysusers.d, /usr/lib/tmpfiles.d
 #   /etc/weightcache/weightcache.toml
 #
-# The same sources give the same bytes, modes and times ($SOURCE_DATE_EPOCH, or else the last commit's). $PYTHON is an
-# interpreter with pip; the programs themselves run on the distribution's /usr/bin/python3, which also brings psutil.
+# The same sources give the same bytes, modes and times ($SOURCE_DATE_EPOCH, or else the last commit's). The vendored
+# packages come from $VENDOR, a folder where they are installed, or else $PYTHON's pip downloads them. The programs
+# themselves run on the distribution's /usr/bin/python3, which also brings psutil.
 set -euo pipefail
 umask 022
 export LC_ALL=C
@@ -47,19 +48,23 @@ python_files agent | while read -r file; do
     put "agent/$file" "$library/weightcache/$file"
 done
 
-scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
-"${PYTHON:-python3}" -m pip -qq --no-input --disable-pip-version-check install \
-    --no-deps --no-compile --root-user-action=ignore --target "$scratch" -r tests/env/agent.txt
-python_files "$scratch" | while read -r file; do
-    put "$scratch/$file" "$library/vendor/$file"
-done
-for licences in "$scratch"/*.dist-info/licenses; do
-    name=$(basename "$(dirname "$licences")" .dist-info)
-    for file in "$licences"/*; do
-        put "$file" "$library/vendor/$name.${file##*/}"
+requirements=tests/env/agent.txt
+vendor=${VENDOR:-}
+if [[ -z $vendor ]]; then
+    vendor=$(mktemp -d)
+    trap 'rm -rf "$vendor"' EXIT
+    "${PYTHON:-python3}" -m pip -qq --no-input --disable-pip-version-check install \
+        --no-deps --no-compile --root-user-action=ignore --target "$vendor" -r $requirements
+fi
+while IFS='=' read -r name _ version; do
+    [[ -d $vendor/$name-$version.dist-info ]] || { echo "stage.sh: no $name $version in $vendor" >&2; exit 1; }
+    python_files "$vendor/$name" | while read -r file; do
+        put "$vendor/$name/$file" "$library/vendor/$name/$file"
     done
-done
+    for file in "$vendor/$name-$version.dist-info"/licenses/*; do
+        put "$file" "$library/vendor/$name-$version.${file##*/}"
+    done
+done < <(grep -v '^#' $requirements)
 
 program /usr/libexec/weightcache/agent weightcache.server.__main__
 program /usr/libexec/weightcache/loader weightcache.loader.unit

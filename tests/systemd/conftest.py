@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,19 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.environments import REPOSITORY
+from tests.support.stage import staged
 from tests.systemd.machine import VERSIONS, Machine, missing
 
 
 @pytest.fixture(scope="session")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What packages install, as one tree."""
-    tree = tmp_path_factory.mktemp("stage")
-    command = [REPOSITORY / "packaging" / "stage.sh", tree]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "PYTHON": sys.executable}
-    )
-    assert done.returncode == 0, done.stderr
-    return tree
+    return staged(tmp_path_factory.mktemp("stage"))
 
 
 @pytest.fixture(scope="session", params=VERSIONS)

@@ -1,0 +1,95 @@
+"""What packages install: everything that is needed, nothing else, and the same every time."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.environments import REPOSITORY
+from tests.support.stage import staged
+
+PROGRAMS = {
+    "usr/bin/wcache",
+    "usr/bin/wcache-launch",
+    "usr/libexec/weightcache/agent",
+    "usr/libexec/weightcache/loader",
+}
+LIBRARY = "usr/lib/weightcache"
+
+
+def listing(tree: Path) -> dict[str, tuple[int, float, str]]:
+    """Mode, time and content of everything below ``tree``."""
+    found = {}
+    for path in [tree, *tree.rglob("*")]:
+        status = path.lstat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[path.relative_to(tree).as_posix()] = (stat.S_IMODE(status.st_mode), status.st_mtime, content)
+    return found
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return staged(tmp_path_factory.mktemp("stage"))
+
+
+def files(tree: Path, below: str = "") -> set[str]:
+    return {path.relative_to(tree / below).as_posix() for path in (tree / below).rglob("*") if not path.is_dir()}
+
+
+def test_every_module_and_no_leftover(tree: Path) -> None:
+    agent = REPOSITORY / "agent"
+    modules = {path.relative_to(agent).as_posix() for path in agent.rglob("*.py")}
+    assert files(tree, f"{LIBRARY}/weightcache") == modules | {"py.typed"}
+
+
+def test_nothing_outside_the_documented_places(tree: Path) -> None:
+    places = {
+        "/".join(Path(name).parts[:4]) for name in files(tree) if name not in PROGRAMS and not name.startswith("etc")
+    }
+    assert places == {
+        f"{LIBRARY}/weightcache",
+        f"{LIBRARY}/vendor",
+        "usr/lib/systemd/system",
+        "usr/lib/systemd/system-preset",
+        "usr/lib/sysusers.d/weightcache.conf",
+        "usr/lib/tmpfiles.d/weightcache.conf",
+    }
+    assert {name for name in files(tree) if name.startswith("etc")} == {"etc/weightcache/weightcache.toml"}
+
+
+def test_every_unit_is_there(tree: Path) -> None:
+    sources = {path.name for path in (REPOSITORY / "agent" / "units").iterdir()}
+    units = {name for name in sources if not name.endswith((".conf", ".preset"))}
+    assert files(tree, "usr/lib/systemd/system") == units
+    assert len(sources - units) == 3
+
+
+def test_modes_and_licences(tree: Path) -> None:
+    modes = {name: mode for name, (mode, _, _) in listing(tree).items()}
+    assert {name for name in files(tree) if modes[name] != 0o644} == PROGRAMS
+    assert {modes[name] for name in PROGRAMS} == {0o755}
+    assert {mode for name, mode in modes.items() if (tree / name).is_dir() and name != "."} == {0o755}
+    for name in ("sdnotify", "tomlkit"):
+        assert list((tree / LIBRARY / "vendor").glob(f"{name}-*.LICENSE*"))
+
+
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
+def test_programs_import_nothing_of_their_caller(tree: Path, program: str) -> None:
+    lines = (tree / program).read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/python3 -IB"
+    assert f'sys.path[:0] = ["/{LIBRARY}", "/{LIBRARY}/vendor"]' in lines
+
+
+def test_the_same_sources_give_the_same_tree(tmp_path: Path) -> None:
+    one, other = (staged(tmp_path / name, SOURCE_DATE_EPOCH="1700000000") for name in ("one", "other"))
+    assert listing(one) == listing(other)
+    assert {when for _, when, _ in listing(one).values()} == {1700000000.0}
+
+
+def test_a_used_folder_is_refused(tree: Path) -> None:
+    done = subprocess.run([REPOSITORY / "packaging" / "stage.sh", tree], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"stage.sh: {tree} holds a tree already\n")
