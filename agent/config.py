@@ -62,11 +62,17 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """[policy]: what clients may do. ``publishers`` are user names that may donate, besides root and the agent's."""
+    """[policy]: what clients may do, and what happens to weights that may be damaged.
+
+    ``publishers`` are user names that may donate, besides root and the agent's. ``verify_adopted`` says when sets that
+    outlived an agent are checked, ``damaged`` whether a damaged set is replaced or held back.
+    """
 
     clients_may_evict_unleased: bool = False
     donation: bool = True
     publishers: tuple[str, ...] = ()
+    verify_adopted: Literal["background", "before-ready"] = "background"
+    damaged: Literal["reload", "hold"] = "reload"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@
     ├── DamagedSet              damaged          1
     ├── NoRoom                  no-room          1
     ├── DeviceUnavailable       no-device       69
+    ├── StoreRejected           store-rejected   1
     └── InUse                   in-use           1
 
 A message is one sentence an operator can act on; it never needs a traceback to be understood.
@@ -187,6 +188,13 @@ class DeviceUnavailable(WeightcacheError):
 
     code = "no-device"
     exit_status = 69
+
+
+class StoreRejected(WeightcacheError):
+    """The service manager does not keep all descriptors of a set, so the set would die with the agent."""
+
+    code = "store-rejected"
+    exit_status = 1
 
 
 class InUse(WeightcacheError):

@@ -109,7 +109,11 @@ class DrainInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """One rank, as ``wcache status --json`` prints it."""
+    """One rank, as ``wcache status --json`` prints it.
+
+    ``kept`` says who holds the descriptors besides the engines: ``process`` (the agent alone), ``store`` (the service
+    manager too) or ``lost`` (the service manager dropped them; they are being stored again).
+    """
 
     rank: int
     state: str
@@ -124,6 +128,7 @@ class RankStatus:
     progress: LoadProgress | None
     error: ErrorInfo | None
     drained: DrainInfo | None
+    kept: str = "process"
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

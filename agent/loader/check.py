@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", metavar="ID", help="the set to check (default: the newest target set)")
     parser.add_argument("--gpu", metavar="UUID", help="the GPU that holds the set (default: the agent says which)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--announce",
+        action="store_true",
+        help="print a line before touching the set: from then on a death is the set's fault",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +62,15 @@ def run(args: argparse.Namespace) -> int:
     """
     # Everything that is slow only once happens before the clock starts: the context, the kernels, the tables.
     memory = _memory(args)
-    verdict = check(memory, args.socket, args.set)
+    if args.announce:
+        print(json.dumps({"code": "armed"}), flush=True)
+    try:
+        verdict = check(memory, args.socket, args.set)
+    except AttachFailed as error:
+        if not args.json:
+            raise
+        print(json.dumps({"code": error.code, "message": error.message}), flush=True)
+        return error.exit_status
     if args.json:
         print(json.dumps(asdict(verdict)), flush=True)
         return DamagedSet.exit_status if verdict.damaged else 0

@@ -23,7 +23,8 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     if 0 in shape:
         return 0
     # The sum of (size - 1) * step, without a Python loop.
-    return 1 + sum(map(operator.mul, shape, stride)) - sum(stride)
+    span: int = sum(map(operator.mul, shape, stride))
+    return 1 + span - sum(stride)
 
 
 def view(

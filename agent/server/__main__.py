@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 import weightcache
 from weightcache.errors import WeightcacheError
-from weightcache.server import listen, process
+from weightcache.server import listen, notify, process
 from weightcache.server.server import Server
 from weightcache.server.settings import Options, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from weightcache.server.listen import Handed
 
 log = logging.getLogger("weightcache")
 
@@ -43,15 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process.start_log(options.rank)
     process.protect()
     process.raise_descriptor_limit()
-    for name, fd in handed.others:
-        log.warning("closing descriptor %d (%.40r), which nobody asked for", fd, name)
-        os.close(fd)
     try:
-        asyncio.run(Server(resolve(options)).serve(handed.public))
+        asyncio.run(_serve(options, handed))
     except WeightcacheError as error:
         log.error("%s", error.message)  # noqa: TRY400 - a sentence for an operator, no traceback
         return error.exit_status
     return 0
+
+
+async def _serve(options: Options, handed: Handed) -> None:
+    await Server(resolve(options), notify.manager(os.environ), handed).serve()
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ class Acceptor:
         self._paused: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a conversation is going on."""
+        return bool(self._tasks)
+
     def start(self) -> None:
         """Begin to accept."""
         self._paused = None

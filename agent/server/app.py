@@ -8,18 +8,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from weightcache.errors import DamagedSet
+from weightcache.errors import DamagedSet, WeightcacheError
 from weightcache.protocol import DrainInfo, ErrorInfo
 from weightcache.server import leases, markers
 from weightcache.server.journal import event
 from weightcache.server.production import Production
-from weightcache.server.sets import ResidentSet, Sets
+from weightcache.server.sets import Complete, Record, ResidentSet, Sets
 from weightcache.server.states import Backoff, Facts, State, state_of
 from weightcache.server.waiting import Changes
 from weightcache.transport import close_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
 
     from weightcache.server.journal import Event
     from weightcache.server.keeper import Keeper
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from weightcache.server.settings import Settings
 
 log = logging.getLogger("weightcache")
+
+RECORD_SCHEMA = 1
+"""Sets whose record has another schema are not adopted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Agent:
         self.changes = Changes()
         self.observers: list[Callable[[], None]] = []
         self.verifying = asyncio.Lock()
-        self.stopping = False
+        self.leaving: WeightcacheError | None = None
+        """Why nothing is given out or loaded any more: the agent is about to end."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self._announced: State | None = None
@@ -68,7 +72,19 @@ class Agent:
             self.failure = ErrorInfo(failed.code, failed.message)
         self.drained = markers.read(self.settings.paths.drain_marker, DrainInfo, DrainInfo(0, time.time()))
         self.touch()
-        return not (failed or self.drained or self.settings.error)
+        return not (failed or self.drained)
+
+    @property
+    def backend(self) -> str:
+        """The kind of memory: of what is resident, or else what is configured."""
+        newest = self.sets.newest("target")
+        return newest.record.backend if newest else self.settings.config.memory.backend
+
+    @property
+    def gpu(self) -> str:
+        """The UUID of the GPU that holds what is resident, or else of the configured one."""
+        newest = self.sets.newest("target")
+        return newest.record.gpu if newest else self.settings.gpu
 
     @property
     def error(self) -> ErrorInfo | None:
@@ -129,10 +145,54 @@ class Agent:
         self.touch()
         return self.production
 
-    def commit(self, production: Production) -> list[ResidentSet]:
-        """Make all sets of a load visible together, and turn its donor's connections into leases."""
+    def complete(self, production: Production) -> tuple[Complete, ...]:
+        """Take all sets of a load out of it, with their records: from now on they are one commit, or nothing."""
         staged, production.staged = production.staged, []
-        made = [self.sets.add(item, production.source) for item in staged]
+        memory, now = self.settings.config.memory, time.time()
+        companions = tuple(item.id for item in staged)
+        return tuple(
+            Complete(
+                Record(
+                    schema=RECORD_SCHEMA,
+                    id=item.id,
+                    version=self.sets.next_version(item.info.role),
+                    source=production.source,
+                    published_at=now,
+                    backend=memory.backend,
+                    gpu=self.settings.gpu,
+                    companions=companions,
+                    info=item.info,
+                ),
+                item.fds,
+            )
+            for item in staged
+        )
+
+    async def abandon(self, sets: Sequence[Complete]) -> None:
+        """Give up sets that were never committed."""
+        for record, fds in sets:
+            try:
+                await self.keeper.forget(record.id)
+            finally:
+                await asyncio.to_thread(close_all, fds)
+
+    def adopt(self, sets: Iterable[Complete]) -> None:
+        """Take over what an earlier agent published, as it was."""
+        for complete in sets:
+            made = self.sets.add(complete)
+            log.info(
+                "set %s %s version %d adopted: %d bytes in %d arenas",
+                made.id,
+                made.info.role,
+                made.version,
+                made.bytes,
+                len(made.info.arenas),
+                extra=event("set-adopted", **_of_set(made)),
+            )
+
+    def commit(self, production: Production, sets: Sequence[Complete]) -> list[ResidentSet]:
+        """Make all sets of a load visible together, and turn its donor's connections into leases."""
+        made = [self.sets.add(complete) for complete in sets]
         production.committed = True
         for holder in production.holders:
             for resident in made:
@@ -149,15 +209,7 @@ class Agent:
                 len(resident.info.arenas),
                 production.seconds,
                 extra=event(
-                    "set-published",
-                    set=resident.id,
-                    role=resident.info.role,
-                    model=resident.info.fingerprint.model_path,
-                    version=resident.version,
-                    source=production.source,
-                    bytes=resident.bytes,
-                    arenas=len(resident.info.arenas),
-                    seconds=round(production.seconds, 3),
+                    "set-published", source=production.source, seconds=round(production.seconds, 3), **_of_set(resident)
                 ),
             )
         self.production, self.failure, self.backoff = None, None, Backoff()
@@ -174,15 +226,23 @@ class Agent:
         if failed and error is not None:
             production.error = self.failure = error
             self.backoff = self.backoff.after_failure(time.monotonic())
-            try:
-                markers.write(self.settings.paths.failed_marker, FailedLoad(error.code, error.message, time.time()))
-            except OSError as problem:
-                log.warning("cannot write %s: %s", self.settings.paths.failed_marker, problem)
+            self._remember(error)
         code, why = (error.code, error.message) if error else ("", "given up")
         ended = event("load-ended", source=production.source, code=code, seconds=round(production.seconds, 3))
         log.info("load ended without a set after %.1f s: %s", production.seconds, why, extra=ended)
         production.end()
         self.touch()
+
+    def give_in(self, error: WeightcacheError) -> None:
+        """The agent ends because of ``error``: everybody who still asks is told, and the next agent loads nothing."""
+        self.leaving = error
+        self._remember(ErrorInfo(error.code, error.message))
+
+    def _remember(self, error: ErrorInfo) -> None:
+        try:
+            markers.write(self.settings.paths.failed_marker, FailedLoad(error.code, error.message, time.time()))
+        except OSError as problem:
+            log.warning("cannot write %s: %s", self.settings.paths.failed_marker, problem)
 
     def forget_failure(self) -> None:
         """A load succeeded, or somebody asked for a new one."""
@@ -252,6 +312,18 @@ class Agent:
             await self.keeper.forget(resident.id)
         finally:
             await resident.close()
+
+
+def _of_set(resident: ResidentSet) -> dict[str, str | int]:
+    info = resident.info
+    return {
+        "set": resident.id,
+        "role": info.role,
+        "model": info.fingerprint.model_path,
+        "version": resident.version,
+        "bytes": resident.bytes,
+        "arenas": len(info.arenas),
+    }
 
 
 def _of_lease(name: Literal["leased", "lease-ended"], lease: Lease) -> dict[str, Event]:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightcache.errors import AgentUnavailable, Degraded, Drained, Empty, Mismatch, StillLoading, from_code
+from weightcache.errors import Degraded, Drained, Empty, Mismatch, StillLoading, from_code
 from weightcache.fingerprint import CONSEQUENCES, Difference, Value, diff
 from weightcache.protocol import Attach, Attached, DonationInvited, Load, Loaded, LoadProgress, Progress
 from weightcache.server import leases, loads
@@ -64,8 +64,8 @@ async def load(agent: Agent, connection: Connection, request: Load) -> None:
 def require_giving(agent: Agent) -> None:
     """Raise Drained or Degraded where nothing may be given out."""
     rank = agent.settings.rank
-    if agent.stopping:
-        raise AgentUnavailable(f"the agent of rank {rank} is stopping")
+    if agent.leaving:
+        raise agent.leaving
     if agent.drained:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(agent.drained.at))
         raise Drained(f"rank {rank} was drained by uid {agent.drained.uid} at {at} until `wcache resume`")

@@ -147,7 +147,7 @@ def _process() -> tuple[socket.socket, subprocess.Popen[bytes]]:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _UNIT.format(path=sys.path)],
                 env={name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE)},
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 start_new_session=True,
             )
         except BaseException:

@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from weightcache.server.sets import Staged
+    from weightcache.server.sets import Complete
 
 
 class Keeper(Protocol):
     """A second holder of every resident set's descriptors."""
 
-    async def keep(self, staged: Sequence[Staged]) -> None:
-        """Return when the sets are safe. An error (a WeightcacheError) refuses the commit."""
+    @property
+    def kept(self) -> str:
+        """Where they are, for the status: ``process`` (here only), ``store`` (safe) or ``lost`` (not safe now)."""
+        ...
+
+    async def keep(self, sets: Sequence[Complete]) -> None:
+        """Return when the sets are safe. An error (a WeightcacheError) refuses the commit; nothing of it stays then.
+
+        The descriptors stay the caller's, and stay open until ``forget``.
+        """
         ...
 
     async def forget(self, set_id: str) -> None:
@@ -25,7 +33,9 @@ class Keeper(Protocol):
 class ProcessOnly:
     """No second holder: the weights live as long as the agent and the engines that map them."""
 
-    async def keep(self, staged: Sequence[Staged]) -> None:
+    kept = "process"
+
+    async def keep(self, sets: Sequence[Complete]) -> None:
         """Nothing to do: the agent holds the descriptors already."""
 
     async def forget(self, set_id: str) -> None:

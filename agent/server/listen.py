@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import socket
 import stat
 from dataclasses import dataclass, field
@@ -47,6 +48,16 @@ class Handed:
 
     public: socket.socket | None = None
     others: tuple[tuple[str, int], ...] = field(default=())
+
+
+NOTHING = Handed()
+
+
+def pending(listener: socket.socket) -> bool:
+    """Whether somebody waits to be accepted."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def handed_in(environment: MutableMapping[str, str]) -> Handed:

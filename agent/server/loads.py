@@ -8,7 +8,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from weightcache.errors import AgentUnavailable, Empty, LoadFailed, from_code
+from weightcache.errors import Empty, LoadFailed, from_code
 from weightcache.protocol import ErrorInfo
 from weightcache.server.child import start
 from weightcache.server.waiting import first
@@ -33,8 +33,8 @@ SAMPLE_SECONDS = 5.0
 def begin(agent: Agent, group: str = "") -> Production:
     """Start loading the configured model. Raises what stands in the way: ConfigError, Empty, LoadFailed (back-off)."""
     settings = agent.settings
-    if agent.stopping:
-        raise AgentUnavailable(f"the agent of rank {settings.rank} is stopping")
+    if agent.leaving:
+        raise agent.leaving
     if settings.error:
         raise from_code(settings.error.code, settings.error.message)
     if settings.config.model is None:
@@ -57,10 +57,10 @@ async def cancel(agent: Agent, reason: str) -> None:
         await asyncio.wait({agent.job})
 
 
-def environment(settings: Settings, extra: dict[str, str]) -> dict[str, str]:
+def environment(settings: Settings, backend: str, gpu: str, **extra: str) -> dict[str, str]:
     """What the loader's command gets beside the environment of whoever runs it."""
-    gpu = {"CUDA_VISIBLE_DEVICES": settings.gpu} if settings.gpu and settings.config.memory.backend == "cuda" else {}
-    return settings.config.loader.environment | gpu | extra
+    visible = {"CUDA_VISIBLE_DEVICES": gpu} if gpu and backend == "cuda" else {}
+    return settings.config.loader.environment | visible | extra
 
 
 async def _run(agent: Agent, production: Production, previous: asyncio.Task[None] | None) -> None:
@@ -82,7 +82,7 @@ async def _run(agent: Agent, production: Production, previous: asyncio.Task[None
     try:
         child = await start(
             command,
-            environment(settings, {"WEIGHTCACHE_TOKEN": production.token}),
+            environment(settings, memory.backend, settings.gpu, WEIGHTCACHE_TOKEN=production.token),
             lambda line: log.info("loader: %s", line),
             settings.loader_socket,
         )

@@ -109,9 +109,15 @@ async def _stage(agent: Agent, production: Production, info: protocol.SetInfo, f
 async def _commit(agent: Agent, production: Production, connection: Connection, count: int) -> None:
     if not production.staged or count != len(production.staged):
         raise ProtocolError(f"a commit of {count} sets where {len(production.staged)} were published")
-    await agent.keeper.keep(tuple(production.staged))
-    _require_current(agent, production)
-    made = agent.commit(production)
+    # From here on this function owns the descriptors: a load that is cancelled meanwhile must not close them.
+    sets = agent.complete(production)
+    try:
+        await agent.keeper.keep(sets)
+        _require_current(agent, production)
+    except BaseException:
+        agent.spawn(agent.abandon(sets))
+        raise
+    made = agent.commit(production, sets)
     await connection.send(Committed(tuple(resident.id for resident in made)))
 
 

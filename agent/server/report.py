@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import weightcache
 from weightcache import protocol, transport
-from weightcache.protocol import RankReport, RankStatus, SetStatus, Welcome
+from weightcache.protocol import LoadProgress, RankReport, RankStatus, SetStatus, Welcome
 
 if TYPE_CHECKING:
     from weightcache.server.app import Agent
@@ -22,7 +22,7 @@ _SHOWN_LEASES = 20
 def welcome(agent: Agent) -> Welcome:
     """The answer to Hello."""
     settings = agent.settings
-    return Welcome(weightcache.__version__, settings.rank, agent.state, settings.config.memory.backend, settings.gpu)
+    return Welcome(weightcache.__version__, settings.rank, agent.state, agent.backend, agent.gpu)
 
 
 def status(agent: Agent) -> RankStatus:
@@ -32,8 +32,8 @@ def status(agent: Agent) -> RankStatus:
     return RankStatus(
         rank=settings.rank,
         state=agent.state.value,
-        backend=settings.config.memory.backend,
-        gpu_uuid=settings.gpu,
+        backend=agent.backend,
+        gpu_uuid=agent.gpu,
         version=weightcache.__version__,
         pid=os.getpid(),
         uptime_seconds=round(time.monotonic() - agent.started, 3),
@@ -43,7 +43,34 @@ def status(agent: Agent) -> RankStatus:
         progress=agent.production.now() if agent.production else None,
         error=agent.error,
         drained=agent.drained,
+        kept=agent.keeper.kept,
     )
+
+
+def one_line(agent: Agent) -> str:
+    """The state for ``systemctl status``."""
+    note = " (NOT safe from a crash: the service manager does not hold the descriptors)" * (agent.keeper.kept == "lost")
+    if agent.drained:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(agent.drained.at))
+        return f"drained by uid {agent.drained.uid} at {at}, until `wcache resume`"
+    if production := agent.production:
+        return f"loading: {_progress(production.now())}"
+    held = ", ".join(
+        f"{resident.info.model or resident.info.role} ({resident.bytes / 1e9:.1f} GB)" for resident in agent.sets
+    )
+    engines = sum(len(resident.leases) for resident in agent.sets)
+    reason = f": {agent.error.message}" if agent.error else ""
+    if not held:
+        return f"{agent.state}{reason}"
+    return f"{agent.state}{reason}: {held}, {engines} engine{'s' * (engines != 1)}{note}"
+
+
+def _progress(progress: LoadProgress) -> str:
+    if not progress.bytes_total:
+        return f"{progress.phase}, {progress.seconds:.0f} s"
+    percent = 100 * progress.bytes_done // progress.bytes_total
+    rate = f", {progress.bytes_done / progress.seconds / 1e9:.1f} GB/s" if progress.seconds else ""
+    return f"{progress.phase}, {percent} % of {progress.bytes_total / 1e9:.1f} GB{rate}, {progress.seconds:.0f} s"
 
 
 def _set(resident: ResidentSet) -> SetStatus:

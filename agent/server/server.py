@@ -9,64 +9,129 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightcache.errors import WeightcacheError
-from weightcache.server import listen, loads
+from weightcache.errors import AgentUnavailable, WeightcacheError
+from weightcache.server import adopt, listen, loads, verify
 from weightcache.server.acceptor import Acceptor
 from weightcache.server.app import Agent
 from weightcache.server.connection import Door
+from weightcache.server.fdstore import FdStore
 from weightcache.server.journal import event
-from weightcache.server.keeper import Keeper, ProcessOnly
+from weightcache.server.keeper import ProcessOnly
+from weightcache.server.listen import NOTHING, pending
+from weightcache.server.readiness import Readiness
 from weightcache.server.statusfile import StatusFile
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Callable, Mapping
 
+    from weightcache.server.adopt import Adoption
+    from weightcache.server.listen import Handed
+    from weightcache.server.notify import Manager
     from weightcache.server.settings import Settings
 
 log = logging.getLogger("weightcache")
 
+ANSWER_SECONDS = 2.0
+"""How long an agent that gives up goes on answering the clients that wait."""
+
 _THREADS = 4
+_POLL_SECONDS = 0.02
 
 
 class Server:
-    """Serves one rank."""
+    """Serves one rank. ``manager`` is the service manager, if there is one; ``handed`` is what it passed."""
 
-    def __init__(self, settings: Settings, keeper: Keeper | None = None) -> None:
+    def __init__(self, settings: Settings, manager: Manager | None = None, handed: Handed = NOTHING) -> None:
         self.settings = settings
-        self.keeper = keeper or ProcessOnly()
+        self.manager = manager
+        self.handed = handed
         self._stop = asyncio.Event()
 
-    async def serve(self, public: socket.socket | None = None) -> None:
-        """Serve until SIGTERM or SIGINT. Raises WeightcacheError when the sockets cannot be had."""
+    async def serve(self) -> None:
+        """Serve until SIGTERM or SIGINT.
+
+        Raises WeightcacheError when the sockets cannot be had, or when a manager asked for a load that failed.
+        """
         loop = asyncio.get_running_loop()
         loop.set_default_executor(concurrent.futures.ThreadPoolExecutor(_THREADS, "weightcache"))
         for sign in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(sign, self._stop.set)
         # A handler that does nothing: SIG_IGN would be inherited by every loader.
         loop.add_signal_handler(signal.SIGHUP, lambda: None)
-        listeners = self._open(public)
-        agent = Agent(self.settings, self.keeper)
+        listeners = self._open(self.handed.public)
+        store = FdStore(self.manager) if self.manager else None
+        agent = Agent(self.settings, store or ProcessOnly())
         status = StatusFile(agent)
-        acceptors = [Acceptor(agent, listener.sock, door) for door, listener in listeners.items()]
-        if agent.recover() and self.settings.load:
-            self._load(agent)
-        for acceptor in acceptors:
+        adoption = self._adopt(agent)
+        load = agent.recover() and self.settings.load and not len(agent.sets)
+        acceptors = {door: Acceptor(agent, listener.sock, door) for door, listener in listeners.items()}
+        activated = self.handed.public is not None and pending(self.handed.public)
+        for acceptor in acceptors.values():
             acceptor.start()
         log.info("serving at %s", listeners[Door.PUBLIC].path)
+        readiness = None
         try:
-            await self._stop.wait()
+            if self.manager and store:
+                store.changed = agent.touch
+                readiness = Readiness(agent, self.manager)
+                prepared = _prepare(agent, store, adoption)
+                rising = loop.create_task(readiness.rise(prepared, load and not activated, activated and load))
+                await self._until_stopped(agent, rising, readiness, listeners[Door.PUBLIC].sock, acceptors)
+            else:
+                if load:
+                    _load(agent)
+                await self._stop.wait()
+            agent.forget_failure()  # whoever starts the rank again means it
         finally:
             log.info("stopping", extra=event("stopping"))
-            for acceptor in acceptors:
+            for acceptor in acceptors.values():
                 acceptor.stop()
-            agent.stopping = True
+            agent.leaving = agent.leaving or AgentUnavailable(f"the agent of rank {self.settings.rank} is stopping")
+            if readiness:
+                await readiness.close()
             await loads.cancel(agent, "the agent was stopped")
-            for acceptor in acceptors:
+            for acceptor in acceptors.values():
                 await acceptor.close()
             for listener in listeners.values():
                 listener.close()
             status.close()
             await agent.background()
+            if store:
+                await store.close()
+
+    async def _until_stopped(
+        self,
+        agent: Agent,
+        rising: asyncio.Task[None],
+        readiness: Readiness,
+        public: socket.socket,
+        acceptors: Mapping[Door, Acceptor],
+    ) -> None:
+        """Wait for the signal. Raises the failure of a first load, after everybody who asked was told."""
+        stopped = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({rising, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if rising.done():
+                await rising
+                await stopped
+        except WeightcacheError as error:
+            readiness.fail(error)
+            agent.give_in(error)
+            await _until(lambda: not pending(public) and not acceptors[Door.PUBLIC].busy, ANSWER_SECONDS)
+            raise
+        finally:
+            for task in (rising, stopped):
+                task.cancel()
+            await asyncio.wait({rising, stopped})
+
+    def _adopt(self, agent: Agent) -> Adoption:
+        adoption = adopt.sort_out(self.handed.others)
+        agent.adopt(adopted.complete for adopted in adoption.sets)
+        if useless := adopt.describe(adoption.names):
+            log.warning("closing descriptors that belong to no complete set: %s", useless)
+        agent.dispose(adoption.fds)
+        return adoption
 
     def _open(self, public: socket.socket | None) -> dict[Door, listen.Listener]:
         settings = self.settings
@@ -90,8 +155,22 @@ class Server:
             raise
         return listeners
 
-    def _load(self, agent: Agent) -> None:
-        try:
-            loads.begin(agent)
-        except WeightcacheError as error:
-            log.warning("nothing is loaded at start: %s", error.message)
+
+async def _until(condition: Callable[[], bool], seconds: float) -> None:
+    """Poll; for conditions of the kernel's that nobody announces."""
+    for _ in range(int(seconds / _POLL_SECONDS)):
+        if condition():
+            return
+        await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _prepare(agent: Agent, store: FdStore, adoption: Adoption) -> None:
+    await store.adopt(adoption.sets, adoption.names)
+    await verify.adopted(agent)
+
+
+def _load(agent: Agent) -> None:
+    try:
+        loads.begin(agent)
+    except WeightcacheError as error:
+        log.warning("nothing is loaded at start: %s", error.message)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from weightcache.protocol import SetInfo
 from weightcache.transport import close_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from weightcache.fingerprint import Fingerprint
-    from weightcache.protocol import SetInfo
     from weightcache.server.leases import Lease
 
 
@@ -29,18 +28,43 @@ class Staged:
     """The manifest, then the arenas, in order."""
 
 
-class ResidentSet:
-    """A complete set. ``version`` counts from 1 for each role within the agent's life."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the agent knows of a complete set, in the form in which it outlives the agent.
 
-    def __init__(self, staged: Staged, version: int, source: str) -> None:
-        self.id = staged.id
-        self.info = staged.info
-        self.version = version
-        self.source = source
-        self.published_at = time.time()
+    ``version`` counts from 1 for each role; ``published_at`` is seconds since the epoch; ``backend`` and ``gpu`` say
+    where the memory is, whatever a later configuration says; ``companions`` are the ids of all sets of the same commit.
+    """
+
+    schema: int
+    id: str
+    version: int
+    source: str
+    published_at: float
+    backend: str
+    gpu: str
+    companions: tuple[str, ...]
+    info: SetInfo
+
+
+class Complete(NamedTuple):
+    """A complete set on its way: the record, and the descriptors of the manifest and the arenas, in order."""
+
+    record: Record
+    fds: tuple[int, ...]
+
+
+class ResidentSet:
+    """A complete set that can be attached. It owns its descriptors."""
+
+    def __init__(self, complete: Complete) -> None:
+        self.record, self._fds = complete
+        self.id = self.record.id
+        self.info = self.record.info
+        self.version = self.record.version
+        self.published_at = self.record.published_at
         self.leases: dict[str, Lease] = {}
         self.damage = ""
-        self._fds = staged.fds
         self._lent = 0
         self._returned = asyncio.Event()
         self._returned.set()
@@ -94,10 +118,16 @@ class Sets:
         """The set with this id."""
         return self._sets.get(set_id)
 
-    def add(self, staged: Staged, source: str) -> ResidentSet:
-        """Make a set visible; it takes over the descriptors of ``staged``."""
-        version = self._versions[staged.info.role] = self._versions.get(staged.info.role, 0) + 1
-        resident = self._sets[staged.id] = ResidentSet(staged, version, source)
+    def next_version(self, role: str) -> int:
+        """The version of the role's next set."""
+        return self._versions.get(role, 0) + 1
+
+    def add(self, complete: Complete) -> ResidentSet:
+        """Make a set visible; it takes over the descriptors."""
+        record = complete.record
+        self._ids.add(record.id)
+        self._versions[record.info.role] = max(self._versions.get(record.info.role, 0), record.version)
+        resident = self._sets[record.id] = ResidentSet(complete)
         return resident
 
     def remove(self, resident: ResidentSet) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import time
 from typing import TYPE_CHECKING
 
-from weightcache.errors import ConfigError, DamagedSet, Empty, WeightcacheError
+from weightcache.errors import AttachFailed, ConfigError, DamagedSet, Empty, WeightcacheError
 from weightcache.protocol import LoadProgress, Progress, Verified, Verify
 from weightcache.server import loads
 from weightcache.server.child import start
@@ -23,6 +24,11 @@ log = logging.getLogger("weightcache")
 
 LONGEST_CHECK_SECONDS = 600.0
 
+ARMED = "armed"
+"""The code of the line with which a check says that all is prepared, and that it touches the set from now on."""
+
+_FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
+
 
 async def verify(agent: Agent, connection: Connection, _: Verify) -> None:
     """Check all resident sets, one after the other."""
@@ -36,9 +42,49 @@ async def verify(agent: Agent, connection: Connection, _: Verify) -> None:
         for resident in sets:
             seconds = round(time.monotonic() - started, 1)
             await connection.send(Progress(LoadProgress("verifying", done, total, seconds)))
-            await check(agent, resident)
+            try:
+                await check(agent, resident)
+            except DamagedSet:
+                heal(agent, resident)
+                raise
             done += resident.bytes
     await connection.send(Verified(len(sets), total, round(time.monotonic() - started, 3)))
+
+
+async def adopted(agent: Agent) -> None:
+    """Check sets that an earlier agent left, behind everything else or (by policy) before the rank is up."""
+    if not len(agent.sets):
+        return
+    if not agent.settings.config.loader.command:
+        log.warning("what was adopted is not verified: [loader] command is not set")
+    elif agent.settings.config.policy.verify_adopted == "before-ready":
+        await _adopted(agent)
+    else:
+        agent.spawn(_adopted(agent))
+
+
+async def _adopted(agent: Agent) -> None:
+    async with agent.verifying:
+        for resident in agent.sets:
+            try:
+                await check(agent, resident)
+            except DamagedSet:
+                heal(agent, resident)
+            except WeightcacheError:
+                continue  # it says nothing about the bytes: a broken loader, or libraries newer than the driver
+
+
+def heal(agent: Agent, resident: ResidentSet) -> None:
+    """What the policy says about a damaged set: drop it and load again, or hold it back until an operator decides."""
+    if agent.settings.config.policy.damaged == "hold" or agent.sets.get(resident.id) is not resident:
+        return
+    agent.drop(resident)
+    if agent.production or agent.sets.newest("target"):
+        return
+    try:
+        loads.begin(agent)
+    except WeightcacheError as error:
+        log.warning("nothing replaces the damaged set: %s", error.message)
 
 
 async def check(agent: Agent, resident: ResidentSet) -> None:
@@ -49,6 +95,9 @@ async def check(agent: Agent, resident: ResidentSet) -> None:
     except WeightcacheError as error:
         failed = event("verification-failed", set=resident.id, code=error.code)
         log.error("verification failed: %s", error.message, extra=failed)  # noqa: TRY400 - a sentence, no traceback
+        if isinstance(error, DamagedSet):
+            resident.damage = error.message
+            agent.touch()
         raise
     seconds = time.monotonic() - started
     found = event("verified", set=resident.id, bytes=resident.bytes, seconds=round(seconds, 3))
@@ -65,11 +114,14 @@ async def _check(agent: Agent, resident: ResidentSet) -> None:
         "check",
         *("--socket", str(settings.paths.status)),
         *("--set", resident.id),
-        *("--backend", settings.config.memory.backend),
-        "--json",
+        *("--backend", resident.record.backend),
+        *("--json", "--announce"),
     ]
     child = await start(
-        command, loads.environment(settings, {}), lambda line: log.info("check: %s", line), settings.loader_socket
+        command,
+        loads.environment(settings, resident.record.backend, resident.record.gpu),
+        lambda line: log.info("check: %s", line),
+        settings.loader_socket,
     )
     try:
         limit = min(loader.timeout_seconds, LONGEST_CHECK_SECONDS)
@@ -80,20 +132,21 @@ async def _check(agent: Agent, resident: ResidentSet) -> None:
         await child.stop()
     if child.status == 0:
         return
-    if child.status == DamagedSet.exit_status and (verdict := _damage(list(child.lines))) is not None:
-        resident.damage = f"set {resident.id} is damaged: {verdict}"
-        agent.touch()
-        raise DamagedSet(resident.damage)
+    verdict = _verdict(list(child.lines))
+    if verdict.get("code") in (DamagedSet.code, AttachFailed.code):
+        raise DamagedSet(f"set {resident.id} is damaged: {str(verdict.get('message', 'digests differ'))[:2000]}")
+    if verdict.get("code") == ARMED and child.status is not None and -child.status in _FAULTS:
+        raise DamagedSet(f"set {resident.id} is damaged: whoever reads it dies ({child.describe()})"[:2000])
     raise WeightcacheError(f"the check of set {resident.id} {child.describe()}")
 
 
-def _damage(lines: list[str]) -> str | None:
-    """What the check said about damage in its JSON line; None if it said nothing of the kind."""
+def _verdict(lines: list[str]) -> dict[str, object]:
+    """The last JSON line of the check; empty if it said nothing."""
     for line in reversed(lines):
         try:
             body = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(body, dict) and body.get("code") == DamagedSet.code:
-            return str(body.get("message", "digests differ"))[:2000]
-    return None
+        if isinstance(body, dict):
+            return body
+    return {}

@@ -57,6 +57,7 @@ MODES = {
     "wrong-count": "commit more sets than were published",
     "wrong-digest": "announce digests that do not fit the bytes, as memory that went bad would look",
     "check-crash": "role check: die by SIGKILL",
+    "check-fault": "role check: die by SIGSEGV, as memory that kills its readers would have it",
     "check-hang": "role check: stop for ever",
 }
 ARENAS = (65536, 65536)
@@ -232,6 +233,10 @@ def check(args: argparse.Namespace) -> int:
     """Role check: compare the digests of one set."""
     mode = os.environ.get("WCTEST_MODE", "")
     reach("checking")
+    print(json.dumps({"code": "armed"}), flush=True)
+    if mode == "check-fault":
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGSEGV)
     if mode == "check-crash":
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "check-hang":
@@ -271,6 +276,7 @@ def main() -> int:
     checking.add_argument("--set", required=True)
     checking.add_argument("--backend", required=True)
     checking.add_argument("--json", action="store_true")
+    checking.add_argument("--announce", action="store_true")
     checking.set_defaults(run=check)
     args = parser.parse_args()
     return int(args.run(args))

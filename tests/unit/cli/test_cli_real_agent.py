@@ -25,7 +25,8 @@ def agent(host, tmp_path):
         environment = ", ".join(f"WCTEST_{name.upper()} = {json.dumps(value)}" for name, value in settings.items())
         host.config.write_text(
             f"[loader]\ncommand = {json.dumps([sys.executable, str(LOADER)])}\nenvironment = {{ {environment} }}\n"
-            f'[model]\narguments = ["--model-path", "/models/test"]\n[memory]\nbackend = "host"\n[[rank]]\nrank = 0\n'
+            f'[model]\narguments = ["--model-path", "/models/test"]\n[memory]\nbackend = "host"\n'
+            f'[policy]\ndamaged = "hold"\n[[rank]]\nrank = 0\n'
         )
         command = [sys.executable, "-m", "weightcache.server", "--rank", "0"]
         log = (tmp_path / "agent.log").open("wb")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -129,7 +130,7 @@ def test_verify(ready: Agent) -> None:
 
 
 def test_damage_degrades_the_rank_until_the_set_is_evicted(agent: Agent) -> None:
-    agent.configure({"WCTEST_MODE": "wrong-digest"})
+    agent.configure({"WCTEST_MODE": "wrong-digest"}, policy={"damaged": "hold"})
     agent.start("--load")
     agent.await_state("ready")
     with agent.attach():
@@ -216,7 +217,7 @@ def test_a_failed_load_is_remembered_by_the_next_agent(agent: Agent) -> None:
     agent.configure({"WCTEST_MODE": "exit"})
     agent.start("--load")
     agent.await_state("failed")
-    agent.stop()
+    agent.stop(signal.SIGKILL)
     agent.configure()
     agent.start("--load")
     status = agent.status()
@@ -233,6 +234,29 @@ def test_a_failed_load_is_remembered_by_the_next_agent(agent: Agent) -> None:
     agent.stop()
     agent.start("--load")
     agent.await_state("ready")
+
+
+def test_a_failed_load_is_forgotten_by_an_agent_that_was_told_to_stop(agent: Agent) -> None:
+    agent.configure({"WCTEST_MODE": "exit"})
+    agent.start("--load")
+    agent.await_state("failed")
+    agent.stop()
+    agent.configure()
+    agent.start("--load")
+    assert agent.await_state("ready").error is None
+
+
+@pytest.mark.parametrize("mode", ["wrong-digest", "check-fault"])
+def test_a_damaged_set_is_replaced(agent: Agent, mode: str) -> None:
+    agent.configure({"WCTEST_MODE": mode})
+    agent.start("--load")
+    first = agent.await_state("ready").sets[0].id
+    with agent.attach() as held:
+        with pytest.raises(DamagedSet):
+            agent.ask(Verify(), Verified)
+        eventually(lambda: [s.id for s in agent.status().sets] not in ([], [first]))
+        assert contents(held)
+        assert [lease.pid for lease in agent.status().orphans] == [os.getpid()]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")

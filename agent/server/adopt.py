@@ -1,0 +1,96 @@
+"""What the descriptor store hands back to a new agent: complete sets, by name, and the rest, which is removed.
+
+The order of the descriptors means nothing (systemd hands them out reversed). A set counts only if its record can be
+read, every descriptor that the record names is there, and the same holds for all sets of its commit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from weightcache import records
+from weightcache.errors import ProtocolError
+from weightcache.memory import memfd
+from weightcache.server.app import RECORD_SCHEMA
+from weightcache.server.fdstore import CANARY, RECORD
+from weightcache.server.sets import Complete, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+log = logging.getLogger("weightcache")
+
+MAX_RECORD = 1 << 20
+
+
+class Adopted(NamedTuple):
+    """A complete set, and the descriptor of its record."""
+
+    complete: Complete
+    record_fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """Complete sets, oldest first; descriptors of no use, for the caller to close; names to remove from the store."""
+
+    sets: tuple[Adopted, ...]
+    fds: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def sort_out(stored: Sequence[tuple[str, int]]) -> Adoption:
+    """Sort what came from the store. Reads records and sizes; maps nothing."""
+    # A name may come twice, where a store that was filled again did not recognize a descriptor: they mean the same.
+    named = dict(reversed(stored))
+    found: dict[str, Adopted] = {}
+    for name, fd in named.items():
+        set_id, _, part = name.rpartition(".")
+        if part == RECORD:
+            try:
+                found[set_id] = Adopted(_complete(set_id, named), fd)
+            except (ProtocolError, ValueError, OSError) as error:
+                log.warning("set %.40s in the descriptor store is not complete and is removed: %s", set_id, error)
+    sets = [a for a in found.values() if all(other in found for other in a.complete.record.companions)]
+    used = {fd for adopted in sets for fd in (*adopted.complete.fds, adopted.record_fd)}
+    keep = {f"{c.record.id}.{part}" for c, _ in sets for part in (RECORD, *range(len(c.fds)))}
+    return Adoption(
+        sets=tuple(sorted(sets, key=lambda a: (a.complete.record.published_at, a.complete.record.version))),
+        fds=tuple(fd for _, fd in stored if fd not in used),
+        names=tuple(sorted({name for name, _ in stored} - keep)),
+    )
+
+
+def _complete(set_id: str, named: dict[str, int]) -> Complete:
+    text = memfd.read_sealed(named[f"{set_id}.{RECORD}"], MAX_RECORD)
+    body = json.loads(text)
+    if body.get("schema") != RECORD_SCHEMA:
+        raise ProtocolError(f"its record has schema {body.get('schema')!r}, this version reads {RECORD_SCHEMA}")
+    record = records.from_plain(Record, body)
+    if record.id != set_id:
+        raise ProtocolError(f"its record belongs to set {record.id[:40]}")
+    names = [f"{set_id}.{number}" for number in range(1 + len(record.info.arenas))]
+    if missing := [name for name in names if name not in named]:
+        raise ProtocolError(f"{len(missing)} of {len(names)} descriptors are missing")
+    complete = Complete(record, tuple(named[name] for name in names))
+    _check_memory(complete)
+    return complete
+
+
+def _check_memory(complete: Complete) -> None:
+    if not memfd.is_sealed(complete.fds[0]):
+        raise ProtocolError("its manifest is no sealed memory file")
+    if complete.record.backend != "host":
+        return  # device memory is opaque here; the verification tells
+    for number, (fd, arena) in enumerate(zip(complete.fds[1:], complete.record.info.arenas, strict=True)):
+        if not memfd.is_sealed(fd) or os.fstat(fd).st_size != arena.bytes:
+            raise ProtocolError(f"arena {number} is no sealed memory file of {arena.bytes} bytes")
+
+
+def describe(names: Iterable[str]) -> str:
+    """The names that an operator should hear of: canaries come and go."""
+    return ", ".join(name[:40] for name in names if not name.startswith(CANARY))

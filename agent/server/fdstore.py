@@ -1,0 +1,234 @@
+"""The service manager as second holder of every set: its descriptor store outlives this process (systemd.service(5)).
+
+A set of N arenas is N + 2 descriptors, stored under ``ID.record`` (a sealed memfd: what the agent knows of the set),
+``ID.0`` (the manifest) and ``ID.1`` to ``ID.N``. The store says nothing when it refuses one. So a *canary* is stored
+last: the write end of a pipe. If the pipe hangs up, the manager does not hold it, and then nothing is certain. It stays
+there as a tripwire: a daemon-reload that empties the store is noticed at once, and everything is stored again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightcache import records
+from weightcache.errors import StoreRejected, WeightcacheError
+from weightcache.memory import memfd
+from weightcache.server import notify
+from weightcache.server.journal import event
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from weightcache.server.notify import Manager
+    from weightcache.server.sets import Complete
+
+log = logging.getLogger("weightcache")
+
+RECORD = "record"
+CANARY = "canary."
+FIRST_RETRY_SECONDS = 0.2
+LAST_RETRY_SECONDS = 30.0
+ATTEMPTS = 5
+SPARE = 2
+"""Descriptors beside the sets': the canary and its successor."""
+
+
+class _Planted(enum.Enum):
+    HOLDS = enum.auto()
+    REJECTED = enum.auto()
+    EMPTIED = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is stored of one set. ``record`` is the store's own descriptor, ``fds`` are the set's."""
+
+    record: int
+    fds: tuple[int, ...]
+
+
+class FdStore:
+    """Keeps sets in the manager's store. One operation at a time."""
+
+    def __init__(self, manager: Manager) -> None:
+        self.changed: Callable[[], None] = lambda: None
+        """Called whenever ``kept`` may have changed."""
+        self._manager = manager
+        self._entries: dict[str, _Entry] = {}
+        self._canary: tuple[str, int] | None = None
+        self._emptied = False
+        self._holding = True
+        self._lock = asyncio.Lock()
+        self._refilling: asyncio.Task[None] | None = None
+
+    @property
+    def kept(self) -> str:
+        """``store``, or ``lost`` while the manager does not hold everything."""
+        return "store" if self._holding else "lost"
+
+    async def adopt(self, sets: Iterable[tuple[Complete, int]], leftovers: Iterable[str]) -> None:
+        """Go on with what an earlier agent stored, and remove what is of no use.
+
+        ``sets`` are sets with the descriptors of their records, which become the store's.
+        """
+        for complete, record_fd in sets:
+            self._entries[complete.record.id] = _Entry(record_fd, complete.fds)
+        async with self._lock:
+            for name in leftovers:
+                await self._manager.remove(name)
+            planted = await self._plant()
+        if planted is not _Planted.HOLDS:
+            self._lost()
+
+    async def keep(self, sets: Sequence[Complete]) -> None:
+        """Store the sets of one commit. Raises StoreRejected where the manager has no room; nothing of them stays."""
+        async with self._lock:
+            needed = SPARE + sum(len(complete.fds) + 1 for complete in sets)
+            needed += sum(len(entry.fds) + 1 for entry in self._entries.values())
+            limit = self._manager.limit
+            if limit is not None and needed > limit:
+                raise _rejected(f"it keeps {limit} and {needed} are needed")
+            try:
+                for complete in sets:
+                    self._entries[complete.record.id] = _entry(complete)
+                    await self._store(complete.record.id)
+                if not await self._secure():
+                    raise _rejected(f"{needed} are needed")
+            except BaseException:
+                for complete in sets:
+                    await self._remove(complete.record.id)
+                raise
+
+    async def forget(self, set_id: str) -> None:
+        """Remove a set, and return when the manager has let go of it: the last close is then this process's."""
+        async with self._lock:
+            if await self._remove(set_id):
+                await self._manager.barrier()
+
+    async def close(self) -> None:
+        """End the watch; the store keeps what it has."""
+        if self._refilling:
+            self._refilling.cancel()
+            await asyncio.wait({self._refilling})
+        self._unwatch()
+        while self._entries:
+            os.close(self._entries.popitem()[1].record)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def _store(self, set_id: str) -> None:
+        entry = self._entries[set_id]
+        for number, fd in enumerate(entry.fds):
+            await self._manager.store(f"{set_id}.{number}", fd)
+        await self._manager.store(f"{set_id}.{RECORD}", entry.record)
+
+    async def _remove(self, set_id: str) -> bool:
+        entry = self._entries.pop(set_id, None)
+        if entry is None:
+            return False
+        os.close(entry.record)
+        # The record first: a set without one is never adopted.
+        for name in (RECORD, *range(len(entry.fds))):
+            await self._manager.remove(f"{set_id}.{name}")
+        return True
+
+    async def _secure(self) -> bool:
+        """Plant a canary, and store everything again if the store was emptied meanwhile; whether all is held."""
+        for _ in range(ATTEMPTS):
+            if (planted := await self._plant()) is not _Planted.EMPTIED:
+                return planted is _Planted.HOLDS
+            for set_id in self._entries:
+                await self._store(set_id)
+        return False
+
+    async def _plant(self) -> _Planted:
+        """Store a new canary behind everything sent so far, and see what became of it and of the one before."""
+        name = CANARY + secrets.token_hex(4)
+        reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            try:
+                await self._manager.store(name, writer)
+            finally:
+                os.close(writer)
+            await self._manager.barrier()
+        except BaseException:
+            os.close(reader)
+            raise
+        if notify.hung_up(reader):
+            os.close(reader)
+            return _Planted.REJECTED
+        emptied, self._emptied = self._emptied or self._tripped(), False
+        if old := self._unwatch():
+            await self._manager.remove(old)
+        self._canary = name, reader
+        asyncio.get_running_loop().add_reader(reader, self._trip)
+        return _Planted.EMPTIED if emptied else _Planted.HOLDS
+
+    def _tripped(self) -> bool:
+        return self._canary is not None and notify.hung_up(self._canary[1])
+
+    def _unwatch(self) -> str | None:
+        """Forget the canary; its name."""
+        if self._canary is None:
+            return None
+        name, reader = self._canary
+        self._canary = None
+        asyncio.get_running_loop().remove_reader(reader)
+        os.close(reader)
+        return name
+
+    def _trip(self) -> None:
+        """The canary is gone from the store, and surely not alone."""
+        self._unwatch()
+        self._emptied = True
+        self._lost()
+
+    def _lost(self) -> None:
+        if self._holding:
+            log.error(
+                "the service manager does not hold the descriptors (was FileDescriptorStoreMax= changed?)",
+                extra=event("store-emptied"),
+            )
+        self._holding = False
+        self.changed()
+        if self._refilling is None or self._refilling.done():
+            self._refilling = asyncio.get_running_loop().create_task(self._refill())
+
+    async def _refill(self) -> None:
+        delay = FIRST_RETRY_SECONDS
+        while not await self._fill():
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, LAST_RETRY_SECONDS)
+        log.info("the service manager holds all descriptors again", extra=event("store-refilled"))
+        self._holding = True
+        self.changed()
+
+    async def _fill(self) -> bool:
+        try:
+            async with self._lock:
+                # What is still there is recognized and not stored twice.
+                for set_id in self._entries:
+                    await self._store(set_id)
+                return await self._secure()
+        except WeightcacheError as error:
+            log.warning("cannot fill the descriptor store: %s", error.message)
+            return False
+
+
+def _entry(complete: Complete) -> _Entry:
+    text = json.dumps(records.to_plain(complete.record)).encode()
+    return _Entry(memfd.sealed("weightcache-record", text), complete.fds)
+
+
+def _rejected(why: str) -> StoreRejected:
+    return StoreRejected(
+        f"the service manager does not keep all descriptors ({why}): raise FileDescriptorStoreMax= in a drop-in of "
+        "this unit and run systemctl daemon-reload"
+    )
