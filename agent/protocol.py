@@ -5,6 +5,7 @@ that version skew is its own error and never a decoding problem. Which message m
 
     RANK.sock          Hello, Attach, Load                      (activates the agent)
     RANK.status.sock   Status, Inspect, Renew, Verify, Evict, Drain, Resume    (never activates, never loads)
+    a lease            Faulted                                  (on the connection of an answered Attach or Renew)
     RANK.publish.sock  Begin, Progress, Publish, Commit, Abort  (loaders and donors)
     loader.sock        Run, then Output, Alive, Ended the other way    (the agent asks for one loader)
 """
@@ -185,6 +186,13 @@ class Renew:
 
     set_id: str
     role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Faulted:
+    """An attached engine ends because its device failed, and what the device said: its memory may have gone bad."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +395,7 @@ class Failure:
 
 
 Message = (
-    Hello | Attach | Load | Status | Inspect | Renew | Verify | Evict | Drain | Resume
+    Hello | Attach | Load | Status | Inspect | Renew | Faulted | Verify | Evict | Drain | Resume
     | Begin | Publish | Commit | Abort | Run
     | Welcome | Progress | Attached | DonationInvited | Loaded | RankReport | Renewed | Verified | Done
     | Accepted | Published | Committed | Output | Alive | Ended | Failure

@@ -21,6 +21,7 @@ SUPPORTED = ("0.5.17", "0.5.23")
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 GET_MODEL_LOADER = "sglang.srt.model_loader.loader.get_model_loader"
 INIT_MEMORY_POOLS = "sglang.srt.managers.scheduler.Scheduler.init_memory_pools"
+RUN_EVENT_LOOP = "sglang.srt.managers.scheduler.Scheduler.run_event_loop"
 WEIGHT_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 ENABLE_OWN_CACHE = "sglang.srt.model_executor.model_runner_components.load_model_utils.maybe_enable_ipc_weight_cache"
 LOAD_PLUGINS = "sglang.srt.plugins.load_plugins"

@@ -6,6 +6,7 @@ operator, who still uses a set.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from pathlib import Path
@@ -33,6 +34,11 @@ class Lease:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"weightcache-lease-{role}", daemon=True)
         self._thread.start()
+
+    def fault(self, reason: str) -> None:
+        """Tell the agent that the device failed. Best effort: this process is about to end."""
+        with contextlib.suppress(OSError, WeightcacheError):
+            self._conversation.send(protocol.Faulted(reason), timeout=1.0)
 
     def _watch(self) -> None:
         while not self._stop.is_set():

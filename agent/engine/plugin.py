@@ -64,6 +64,7 @@ def _register_scheduler(directive: Directive) -> None:
         adapter.LOAD_MODEL: _load_model(directive),
         adapter.GET_MODEL_LOADER: _get_model_loader(directive),
         adapter.INIT_MEMORY_POOLS: _init_memory_pools(directive),
+        adapter.RUN_EVENT_LOOP: _run_event_loop,
         adapter.ENABLE_OWN_CACHE: _leave_load_format_alone,
     }
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
@@ -133,6 +134,17 @@ def _init_memory_pools(directive: Directive) -> Callable[..., Any]:
         return original(scheduler, *args, **kwargs)
 
     return around
+
+
+def _run_event_loop(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """SGLang ends its processes with SIGKILL after any failure: only here can be seen that the device was at fault."""
+    from weightcache.engine import faults
+
+    try:
+        return original(scheduler, *args, **kwargs)
+    except Exception as error:
+        faults.report(error)
+        raise
 
 
 def _leave_load_format_alone(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

@@ -88,9 +88,10 @@ async def renew(agent: Agent, connection: Connection, request: Renew) -> None:
         lease = agent.orphan(request.set_id[:40], request.role[:40], connection.peer)
     try:
         await connection.send(Renewed(lease.id, resident is not None))
-        await leases.until_gone(connection)
-    finally:
+    except BaseException:
         agent.end_lease(lease)
+        raise
+    await leases.hold(agent, connection, lease)
 
 
 async def inspect(agent: Agent, connection: Connection, request: Inspect) -> None:

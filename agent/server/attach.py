@@ -34,7 +34,10 @@ async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
     while True:
         require_giving(agent)
         if resident := agent.sets.find(request.role, request.fingerprint):
-            return await _hand_out(agent, connection, resident)
+            if not resident.suspect:
+                return await _hand_out(agent, connection, resident)
+            await _until_examined(agent, connection, resident, deadline)
+            continue
         if (production := agent.production) is None:
             if resident := agent.sets.newest(request.role):
                 await _make_way(agent, resident, request, may_evict)
@@ -99,9 +102,22 @@ async def _hand_out(agent: Agent, connection: Connection, resident: ResidentSet)
     try:
         with resident.lent() as fds:
             await connection.send(Attached(resident.id, resident.info.role, lease.id, resident.info.arenas), fds)
-        await leases.until_gone(connection)
-    finally:
+    except BaseException:
         agent.end_lease(lease)
+        raise
+    await leases.hold(agent, connection, lease)
+
+
+async def _until_examined(agent: Agent, connection: Connection, resident: ResidentSet, deadline: float) -> None:
+    """Wait for the verdict on a suspect set. Raises StillLoading at the deadline."""
+    started = time.monotonic()
+    while resident.suspect:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise StillLoading(f"set {resident.id} is being verified: {resident.suspect}")
+        seconds = round(time.monotonic() - started, 1)
+        await connection.send(Progress(LoadProgress("verifying", 0, resident.bytes, seconds)))
+        await agent.changes.wait(min(PROGRESS_SECONDS, left))
 
 
 async def _make_way(agent: Agent, resident: ResidentSet, request: Attach, may_evict: bool) -> None:

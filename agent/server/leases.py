@@ -14,13 +14,18 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weightcache.protocol import LeaseStatus
-from weightcache.server import peers
+from weightcache.errors import ProtocolError
+from weightcache.protocol import Faulted, LeaseStatus
+from weightcache.server import peers, suspicion
+from weightcache.server.connection import PeerLeft
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from weightcache.server.app import Agent
     from weightcache.server.connection import Connection
+
+LAST_WORDS_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +58,63 @@ def grant(peer: peers.Peer, set_id: str, role: str) -> Lease:
     )
 
 
+async def hold(agent: Agent, connection: Connection, lease: Lease) -> None:
+    """Keep a lease while its engine lives; end it, and see whether the engine's death speaks against the set."""
+    try:
+        pidfd = peers.open_pidfd(connection.channel.sock, connection.peer)
+    except ProcessLookupError:
+        agent.end_lease(lease)
+        return
+    try:
+        try:
+            words = await _until_gone(connection, pidfd)
+        finally:
+            agent.end_lease(lease)
+        await suspicion.judge(agent, lease, words, pidfd)
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
 async def until_gone(connection: Connection) -> None:
     """Wait until the connection or the process at its other end is gone (or says something it has no right to say)."""
     try:
         pidfd = peers.open_pidfd(connection.channel.sock, connection.peer)
     except ProcessLookupError:
         return
-    closed = asyncio.ensure_future(connection.closed())
+    try:
+        await _until_gone(connection, pidfd)
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+async def _until_gone(connection: Connection, pidfd: int | None) -> str:
+    """What the peer said of its end, mostly nothing."""
+    last = asyncio.ensure_future(_last_words(connection))
     try:
         with _readable(pidfd) as ended:
-            await asyncio.wait({closed, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({last, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not last.done():  # what it said before it died is still to be read
+            await asyncio.wait({last}, timeout=LAST_WORDS_SECONDS)
+        return last.result() if last.done() else ""
     finally:
-        closed.cancel()
+        last.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await closed
+            await last
+
+
+async def _last_words(connection: Connection) -> str:
+    with contextlib.suppress(PeerLeft, ProtocolError):
+        message, _ = await connection.receive(seconds=None)
+        if isinstance(message, Faulted):
+            return message.reason[:500]
+    return ""
 
 
 @contextlib.contextmanager
 def _readable(pidfd: int | None) -> Iterator[asyncio.Future[None]]:
-    """A future that is done when the process ends; never, without a pidfd. Closes the pidfd."""
+    """A future that is done when the process ends; never, without a pidfd."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[None] = loop.create_future()
     if pidfd is None:
@@ -82,4 +125,3 @@ def _readable(pidfd: int | None) -> Iterator[asyncio.Future[None]]:
         yield future
     finally:
         loop.remove_reader(pidfd)
-        os.close(pidfd)

@@ -65,6 +65,10 @@ class ResidentSet:
         self.published_at = self.record.published_at
         self.leases: dict[str, Lease] = {}
         self.damage = ""
+        self.suspect = ""
+        """Why it is being examined; nobody gets it meanwhile."""
+        self.deaths = 0
+        """Engines in a row that died soon after they attached."""
         self._lent = 0
         self._returned = asyncio.Event()
         self._returned.set()

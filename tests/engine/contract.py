@@ -76,6 +76,7 @@ def targets() -> Iterator[str]:
         adapter.LOAD_MODEL,
         adapter.GET_MODEL_LOADER,
         adapter.INIT_MEMORY_POOLS,
+        adapter.RUN_EVENT_LOOP,
         adapter.ENABLE_OWN_CACHE,
         adapter.LOAD_PLUGINS,
         *(f"{adapter.WEIGHT_UPDATER}.{verb}" for verb in verbs),
