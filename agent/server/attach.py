@@ -186,7 +186,10 @@ def _load_for(agent: Agent, request: Attach, configured: str) -> Production:
 def _resolved(model: str) -> str:
     """The real path of a model directory; empty for the name of a model hub, which only the loader can resolve."""
     path = Path(model)
-    return str(path.resolve()) if model and path.exists() else ""
+    try:
+        return str(path.resolve()) if model and path.exists() else ""
+    except OSError:  # below a directory that is not for the agent's user
+        return ""
 
 
 async def _invite(agent: Agent, connection: Connection, request: Attach, production: Production) -> None:

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightcache.errors import ProtocolError
 from weightcache.protocol import Faulted, LeaseStatus
@@ -94,7 +94,8 @@ async def _until_gone(connection: Connection, pidfd: int | None) -> str:
     last = asyncio.ensure_future(_last_words(connection))
     try:
         with _readable(pidfd) as ended:
-            await asyncio.wait({last, ended}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {last, ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not last.done():  # what it said before it died is still to be read
             await asyncio.wait({last}, timeout=LAST_WORDS_SECONDS)
         return last.result() if last.done() else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import signal
 from pathlib import Path
@@ -35,6 +36,7 @@ log = logging.getLogger("weightcache")
 ANSWER_SECONDS = 2.0
 """How long an agent that gives up goes on answering the clients that wait."""
 
+REOPEN_SECONDS = 5.0
 _THREADS = 4
 _POLL_SECONDS = 0.02
 
@@ -59,17 +61,19 @@ class Server:
             loop.add_signal_handler(sign, self._stop.set)
         # A handler that does nothing: SIG_IGN would be inherited by every loader.
         loop.add_signal_handler(signal.SIGHUP, lambda: None)
-        listeners = self._open(self.handed.public)
+        adoption = adopt.sort_out(self.handed.others)
+        listeners = self._open(must=not adoption.sets)
         store = FdStore(self.manager) if self.manager else None
         agent = Agent(self.settings, store or ProcessOnly())
         status = StatusFile(agent)
-        adoption = self._adopt(agent)
+        self._adopt(agent, adoption)
         load = agent.recover() and self.settings.load and not len(agent.sets)
         acceptors = {door: Acceptor(agent, listener.sock, door) for door, listener in listeners.items()}
         activated = self.handed.public is not None and pending(self.handed.public)
         for acceptor in acceptors.values():
             acceptor.start()
         log.info("serving at %s", listeners[Door.PUBLIC].path)
+        reopening = loop.create_task(self._reopen(agent, listeners, acceptors))
         readiness = None
         try:
             if self.manager and store:
@@ -85,6 +89,8 @@ class Server:
             agent.forget_failure()  # whoever starts the rank again means it
         finally:
             log.info("stopping", extra=event("stopping"))
+            reopening.cancel()
+            await asyncio.wait({reopening})
             for acceptor in acceptors.values():
                 acceptor.stop()
             agent.leaving = agent.leaving or AgentUnavailable(f"the agent of rank {self.settings.rank} is stopping")
@@ -125,15 +131,30 @@ class Server:
                 task.cancel()
             await asyncio.wait({rising, stopped})
 
-    def _adopt(self, agent: Agent) -> Adoption:
-        adoption = adopt.sort_out(self.handed.others)
+    def _adopt(self, agent: Agent, adoption: Adoption) -> None:
         agent.adopt(adopted.complete for adopted in adoption.sets)
         if useless := adopt.describe(adoption.names):
             log.warning("closing descriptors that belong to no complete set: %s", useless)
         agent.dispose(adoption.fds)
-        return adoption
 
-    def _open(self, public: socket.socket | None) -> dict[Door, listen.Listener]:
+    def _open(self, must: bool) -> dict[Door, listen.Listener]:
+        """Open all sockets. An agent that holds weights (not ``must``) goes on with the one that it was handed."""
+        listeners: dict[Door, listen.Listener] = {}
+        try:
+            if self.handed.public is not None:
+                path = Path(self.handed.public.getsockname())
+                listeners[Door.PUBLIC] = listen.Listener(self.handed.public, path)
+            self._open_missing(listeners)
+        except WeightcacheError as error:
+            if not must and listeners:
+                log.error("%s; serving on without", error.message)  # noqa: TRY400 - a sentence, no traceback
+                return listeners
+            for listener in listeners.values():
+                listener.close()
+            raise
+        return listeners
+
+    def _open_missing(self, listeners: dict[Door, listen.Listener]) -> None:
         settings = self.settings
         try:
             settings.paths.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -141,19 +162,26 @@ class Server:
             raise WeightcacheError(f"cannot make {settings.paths.directory}: {error.strerror}") from None
         publish_gid = settings.gid if settings.publish_gid is None else settings.publish_gid
         publish_mode = 0o600 if settings.publish_gid is None and not settings.config.policy.publishers else 0o660
-        listeners = {}
-        try:
-            if public is None:
-                listeners[Door.PUBLIC] = listen.bind(settings.public, 0o660, settings.gid)
-            else:
-                listeners[Door.PUBLIC] = listen.Listener(public, Path(public.getsockname()))
-            listeners[Door.PUBLISH] = listen.bind(settings.paths.publish, publish_mode, publish_gid)
-            listeners[Door.STATUS] = listen.bind(settings.paths.status, 0o660, settings.gid)
-        except WeightcacheError:
-            for listener in listeners.values():
-                listener.close()
-            raise
-        return listeners
+        for door, path, mode, gid in (
+            (Door.PUBLIC, settings.public, 0o660, settings.gid),
+            (Door.PUBLISH, settings.paths.publish, publish_mode, publish_gid),
+            (Door.STATUS, settings.paths.status, 0o660, settings.gid),
+        ):
+            if door not in listeners:
+                listeners[door] = listen.bind(path, mode, gid)
+
+    async def _reopen(
+        self, agent: Agent, listeners: dict[Door, listen.Listener], acceptors: dict[Door, Acceptor]
+    ) -> None:
+        """Try again until every socket is open; only an agent that adopted weights comes here."""
+        while len(listeners) < len(Door):
+            await asyncio.sleep(REOPEN_SECONDS)
+            with contextlib.suppress(WeightcacheError):
+                self._open_missing(listeners)
+            for door in listeners.keys() - acceptors.keys():
+                acceptors[door] = Acceptor(agent, listeners[door].sock, door)
+                acceptors[door].start()
+                log.info("serving at %s", listeners[door].path)
 
 
 async def _until(condition: Callable[[], bool], seconds: float) -> None:

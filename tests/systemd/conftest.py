@@ -12,6 +12,9 @@ import pytest
 from tests.support.environments import REPOSITORY
 from tests.support.stage import staged
 from tests.systemd.machine import VERSIONS, Machine, missing
+from tests.systemd.rank import CONFIG, Rank, configuration, prepare, reset
+
+SOCKETS = ("weightcache@0.socket", "weightcache@1.socket", "weightcache-loader.socket")
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +44,26 @@ def boot(systemd: str, stage: Path) -> Iterator[Callable[..., Machine]]:
     """Boot a machine of one's own: ``boot(enable=[...], files={...})``."""
     with ExitStack() as running:
         yield lambda **options: running.enter_context(Machine(systemd, stage, readable=[REPOSITORY], **options))
+
+
+@pytest.fixture(scope="module")
+def agents(systemd: str, stage: Path) -> Iterator[Machine]:
+    """A machine with the real agent and the loader for tests, for all tests of a module."""
+    files = {CONFIG: configuration()}
+    with Machine(systemd, stage, enable=SOCKETS, files=files, readable=[REPOSITORY]) as booted:
+        prepare(booted)
+        yield booted
+
+
+@pytest.fixture
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Believe that sockets of any user are an agent's: the users of a machine are not this machine's."""
+    monkeypatch.setattr("weightcache.client.trusted_uids", lambda: range(1 << 32))
+
+
+@pytest.fixture
+def rank(agents: Machine, trusting: None) -> Iterator[Rank]:
+    """Rank 0, stopped, with nothing remembered of earlier tests."""
+    reset(agents, configuration())
+    yield Rank(agents)
+    Rank(agents).open_all()
