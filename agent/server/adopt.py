@@ -20,7 +20,7 @@ from weightcache.server.fdstore import CANARY, RECORD
 from weightcache.server.sets import Complete, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 log = logging.getLogger("weightcache")
 
@@ -58,10 +58,14 @@ def sort_out(stored: Sequence[tuple[str, int]]) -> Adoption:
     sets = [a for a in found.values() if all(other in found for other in a.complete.record.companions)]
     used = {fd for adopted in sets for fd in (*adopted.complete.fds, adopted.record_fd)}
     keep = {f"{c.record.id}.{part}" for c, _ in sets for part in (RECORD, *range(len(c.fds)))}
+    useless = sorted({name for name, _ in stored} - keep)
+    # Canaries come and go.
+    if told := ", ".join(name[:40] for name in useless if not name.startswith(CANARY)):
+        log.warning("closing descriptors that belong to no complete set: %s", told)
     return Adoption(
         sets=tuple(sorted(sets, key=lambda a: (a.complete.record.published_at, a.complete.record.version))),
         fds=tuple(fd for _, fd in stored if fd not in used),
-        names=tuple(sorted({name for name, _ in stored} - keep)),
+        names=tuple(useless),
     )
 
 
@@ -89,8 +93,3 @@ def _check_memory(complete: Complete) -> None:
     for number, (fd, arena) in enumerate(zip(complete.fds[1:], complete.record.info.arenas, strict=True)):
         if not memfd.is_sealed(fd) or os.fstat(fd).st_size != arena.bytes:
             raise ProtocolError(f"arena {number} is no sealed memory file of {arena.bytes} bytes")
-
-
-def describe(names: Iterable[str]) -> str:
-    """The names that an operator should hear of: canaries come and go."""
-    return ", ".join(name[:40] for name in names if not name.startswith(CANARY))
