@@ -63,6 +63,8 @@ class FdStore:
         self._manager = manager
         self._entries: dict[str, _Entry] = {}
         self._canary: tuple[str, int] | None = None
+        self._stale: list[str] = []
+        """Names to remove. They stay here until the manager takes the message, however often that fails."""
         self._emptied = False
         self._holding = True
         self._lock = asyncio.Lock()
@@ -81,8 +83,7 @@ class FdStore:
         for complete, record_fd in sets:
             self._entries[complete.record.id] = _Entry(record_fd, complete.fds)
         async with self._lock:
-            for name in leftovers:
-                await self._manager.remove(name)
+            self._stale += leftovers
             planted = await self._plant()
         if planted is not _Planted.HOLDS:
             self._lost()
@@ -103,13 +104,16 @@ class FdStore:
                     raise _rejected(f"{needed} are needed")
             except BaseException:
                 for complete in sets:
-                    await self._remove(complete.record.id)
+                    self._discard(complete.record.id)
+                await self._tidy()
                 raise
 
     async def forget(self, set_id: str) -> None:
         """Remove a set, and return when the manager has let go of it: the last close is then this process's."""
         async with self._lock:
-            if await self._remove(set_id):
+            self._discard(set_id)
+            if self._stale:
+                await self._tidy()
                 await self._manager.barrier()
 
     async def close(self) -> None:
@@ -129,15 +133,16 @@ class FdStore:
             await self._manager.store(f"{set_id}.{number}", fd)
         await self._manager.store(f"{set_id}.{RECORD}", entry.record)
 
-    async def _remove(self, set_id: str) -> bool:
-        entry = self._entries.pop(set_id, None)
-        if entry is None:
-            return False
-        os.close(entry.record)
-        # The record first: a set without one is never adopted.
-        for name in (RECORD, *range(len(entry.fds))):
-            await self._manager.remove(f"{set_id}.{name}")
-        return True
+    def _discard(self, set_id: str) -> None:
+        if entry := self._entries.pop(set_id, None):
+            os.close(entry.record)
+            # The record first: a set without one is never adopted.
+            self._stale += [f"{set_id}.{part}" for part in (RECORD, *range(len(entry.fds)))]
+
+    async def _tidy(self) -> None:
+        while self._stale:
+            await self._manager.remove(self._stale[0])
+            del self._stale[0]
 
     async def _secure(self) -> bool:
         """Plant a canary, and store everything again if the store was emptied meanwhile; whether all is held."""
@@ -150,6 +155,7 @@ class FdStore:
 
     async def _plant(self) -> _Planted:
         """Store a new canary behind everything sent so far, and see what became of it and of the one before."""
+        await self._tidy()
         name = CANARY + secrets.token_hex(4)
         reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -160,29 +166,33 @@ class FdStore:
             await self._manager.barrier()
         except BaseException:
             os.close(reader)
+            self._stale.append(name)  # it may still arrive
             raise
-        if notify.hung_up(reader):
+        held = not notify.hung_up(reader)
+        emptied = self._emptied or (self._canary is not None and notify.hung_up(self._canary[1]))
+        self._emptied = False
+        if held or emptied:
+            self._unwatch()
+        if held:
+            self._canary = name, reader
+            asyncio.get_running_loop().add_reader(reader, self._trip)
+        else:
             os.close(reader)
-            return _Planted.REJECTED
-        emptied, self._emptied = self._emptied or self._tripped(), False
-        if old := self._unwatch():
-            await self._manager.remove(old)
-        self._canary = name, reader
-        asyncio.get_running_loop().add_reader(reader, self._trip)
-        return _Planted.EMPTIED if emptied else _Planted.HOLDS
+        if emptied:
+            self._lost()  # whatever becomes of the caller: all is stored again
+        await self._tidy()
+        if emptied or self._emptied:
+            return _Planted.EMPTIED
+        return _Planted.HOLDS if held else _Planted.REJECTED
 
-    def _tripped(self) -> bool:
-        return self._canary is not None and notify.hung_up(self._canary[1])
-
-    def _unwatch(self) -> str | None:
-        """Forget the canary; its name."""
-        if self._canary is None:
-            return None
-        name, reader = self._canary
-        self._canary = None
-        asyncio.get_running_loop().remove_reader(reader)
-        os.close(reader)
-        return name
+    def _unwatch(self) -> None:
+        """Turn away from the canary; it is of no use any more, if it is still there."""
+        if self._canary is not None:
+            name, reader = self._canary
+            self._canary = None
+            self._stale.append(name)
+            asyncio.get_running_loop().remove_reader(reader)
+            os.close(reader)
 
     def _trip(self) -> None:
         """The canary is gone from the store, and surely not alone."""
