@@ -1,0 +1,580 @@
+"""A set that was kept is in the manager's store, whole; one that was refused left nothing; a loss is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.server import made
+from tests.unit.server.made import commit, names
+from tests.unit.server.manager import FakeManager, descriptors
+from weightcache import records
+from weightcache.errors import StoreRejected, WeightcacheError
+from weightcache.memory import memfd
+from weightcache.paths import RankPaths
+from weightcache.server import adopt, fdstore, notify
+from weightcache.server.app import Agent
+from weightcache.server.fdstore import FdStore
+from weightcache.server.notify import Manager
+from weightcache.server.sets import Complete, Record
+from weightcache.server.settings import Settings
+
+CANARY_AND_SUCCESSOR = 2
+
+
+class Library:
+    """What may get lost is lost."""
+
+    def notify(self, text: str) -> None:
+        """Nothing."""
+
+
+class Flaky(Manager):
+    """``failing`` is called with the name of every descriptor that is to be stored or removed; it may raise."""
+
+    failing: Callable[[str], None] = staticmethod(lambda _: None)
+
+    async def store(self, name: str, fd: int) -> None:
+        self.failing(f"store {name}")
+        await super().store(name, fd)
+
+    async def remove(self, name: str) -> None:
+        self.failing(f"remove {name}")
+        await super().remove(name)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(notify, "SEND_SECONDS", 0.15)
+    monkeypatch.setattr(Manager.barrier, "__defaults__", (0.15,))
+    monkeypatch.setattr(fdstore, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(fdstore, "LAST_RETRY_SECONDS", 0.05)
+
+
+@pytest.fixture
+def fake(runtime_dir: Path) -> Iterator[FakeManager]:
+    with FakeManager(str(runtime_dir / "notify")) as found:
+        yield found
+
+
+def run(fake: FakeManager, work: Callable[[FdStore], Awaitable[None]], announced: int | None = None) -> None:
+    """Run ``work(store)``, and look for descriptors that were left open."""
+
+    async def whole() -> None:
+        manager = Flaky(fake.address, Library(), announced)
+        store = FdStore(manager)
+        try:
+            async with asyncio.timeout(20):
+                await store.adopt([], [])
+                await work(store)
+        finally:
+            await store.close()
+            manager.close()
+
+    before = descriptors() - len(fake.stored)
+    asyncio.run(whole())
+    assert descriptors() - len(fake.stored) == before
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - for what happens in another thread
+            await asyncio.sleep(0.005)
+
+
+async def resize(store: FdStore, fake: FakeManager, limit: int) -> None:
+    """Change the limit between two operations.
+
+    What is refused before the limit grows, and followed by a canary after it, goes unnoticed.
+    """
+    async with store._lock:
+        fake.limit = limit
+
+
+async def safe(store: FdStore, fake: FakeManager, *sets: Complete) -> None:
+    """Wait until all is well: these sets are stored, with one canary, and nothing else."""
+    await until(lambda: store.kept == "store" and fake.names == names(*sets) and len(fake.canaries) == 1)
+
+
+def test_keep_and_forget(fake: FakeManager) -> None:
+    async def work(store: FdStore) -> None:
+        first, second = commit(2, 1), commit(3)
+        await store.keep(first)
+        assert fake.names == names(*first)
+        await store.keep(second)
+        await safe(store, fake, *first, *second)
+        await store.forget(first[0].record.id)
+        assert fake.names == names(first[1], *second)
+        await store.forget("unknown")
+        await store.forget(first[0].record.id)
+        await store.forget(first[1].record.id)
+        await store.forget(second[0].record.id)
+        assert fake.names == []
+        made.close(*first, *second)
+
+    run(fake, work)
+    assert all("\nFDPOLL=0" in text for text in fake.sent("FDSTORE=1"))
+    assert all(len(name) <= 40 for name in _stored_names(fake))
+
+
+def _stored_names(fake: FakeManager) -> list[str]:
+    return [text.split("\n")[1].removeprefix("FDNAME=") for text in fake.sent("FDSTORE=1")]
+
+
+def test_what_is_stored_is_what_the_next_agent_needs(fake: FakeManager) -> None:
+    sets = commit(2, 1)
+
+    async def work(store: FdStore) -> None:
+        await store.keep(sets)
+        kept = dict(fake.stored)
+        for complete in sets:
+            record_fd = kept[f"{complete.record.id}.record"]
+            assert memfd.is_sealed(record_fd)
+            text = memfd.read_sealed(record_fd, adopt.MAX_RECORD)
+            assert records.from_plain(Record, json.loads(text)) == complete.record
+            stored = [kept[f"{complete.record.id}.{number}"] for number in range(len(complete.fds))]
+            assert [os.fstat(fd).st_ino for fd in stored] == [os.fstat(fd).st_ino for fd in complete.fds]
+        found = adopt.sort_out(fake.stored)
+        assert {adopted.complete.record.id for adopted in found.sets} == {s.record.id for s in sets}
+        assert list(found.names) == fake.canaries
+
+    run(fake, work)
+    made.close(*sets)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_limit_that_is_known_is_respected(fake: FakeManager, earlier: bool) -> None:
+    old, sets = commit(1), commit(2, 1)
+    needed = CANARY_AND_SUCCESSOR + 4 + 3 + 3 * earlier
+
+    async def work(store: FdStore) -> None:
+        if earlier:
+            await store.keep(old)
+        sent = len(fake.messages)
+        with pytest.raises(StoreRejected, match=rf"it keeps {needed - 1} and {needed} are needed.*FileDescriptorStore"):
+            await store.keep(sets)
+        assert len(fake.messages) == sent
+        assert fake.names == names(*old[:earlier])
+        store._manager.limit = needed
+        await store.keep(sets)
+        assert fake.names == names(*old[:earlier], *sets)
+
+    run(fake, work, announced=needed - 1)
+    made.close(*old, *sets)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_silent_refusal_is_noticed_wherever_it_comes(fake: FakeManager, earlier: bool) -> None:
+    """The manager says nothing, whichever descriptor is the first that has no room."""
+    old, sets = commit(2), commit(2, 1)
+    needed = CANARY_AND_SUCCESSOR + 4 + 3 + 4 * earlier
+
+    async def work(store: FdStore) -> None:
+        if earlier:
+            await store.keep(old)
+        for limit in range(1 + 4 * earlier, needed):
+            fake.limit = limit
+            with pytest.raises(StoreRejected, match=f"{needed} are needed"):
+                await store.keep(sets)
+            await until(lambda: fake.names == names(*old[:earlier]))
+            assert store.kept == "store"  # what was kept before still is
+        fake.limit = needed
+        await store.keep(sets)
+        assert fake.names == names(*old[:earlier], *sets)
+
+    run(fake, work)
+    made.close(*old, *sets)
+
+
+def test_an_emptied_store_is_filled_again(fake: FakeManager, caplog: pytest.LogCaptureFixture) -> None:
+    sets = commit(2, 1)
+    kept = []
+
+    async def work(store: FdStore) -> None:
+        await store.keep(sets)
+        store.changed = lambda: kept.append(store.kept)
+        for _ in range(3):
+            await asyncio.to_thread(fake.empty)
+            await until(lambda: "store" in kept)
+            await safe(store, fake, *sets)
+            assert [state for state, _ in itertools.groupby(kept)] == ["lost", "store"]
+            kept.clear()
+
+    run(fake, work)
+    made.close(*sets)
+    assert caplog.text.count("does not hold the descriptors") == 3
+
+
+def test_a_store_that_stays_too_small(fake: FakeManager) -> None:
+    """Nothing more is taken while what is there is not safe; when there is room again, all is stored."""
+    old, new = commit(2), commit(1)
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        for limit in (0, 3, 4):  # room for nothing, for a part, for all but a canary
+            fake.limit = limit
+            await asyncio.to_thread(fake.empty)
+            await until(lambda: store.kept == "lost")
+            for _ in range(3):
+                with pytest.raises(StoreRejected):
+                    await store.keep(new)
+                assert store.kept == "lost"
+                await asyncio.sleep(0.02)
+            assert not set(fake.names) & set(names(*new))
+            await resize(store, fake, 100)
+            await safe(store, fake, *old)
+        await store.keep(new)
+        await safe(store, fake, *old, *new)
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+def positions(fake: FakeManager, sets: Sequence[Complete]) -> int:
+    """How many messages it takes to keep sets beside others."""
+    old = commit(1)
+    counted = []
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        before = len(fake.messages)
+        await store.keep(sets)
+        counted.append(len(fake.messages) - before)
+        for complete in (*old, *sets):
+            await store.forget(complete.record.id)
+
+    run(fake, work)
+    made.close(*old)
+    return counted[0]
+
+
+def test_a_store_that_is_emptied_while_a_set_is_kept(fake: FakeManager) -> None:
+    """At every message of it: in the end both the old and the new set are stored."""
+    old, new = commit(1), commit(2, 1)
+    count = positions(fake, new)
+    assert count == 3 + 4 + 3  # canary, barrier, removal of the old canary; seven descriptors
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        for position in range(count):
+            left = itertools.count(-position)
+            fake.hook = lambda _, left=left: fake.empty() if next(left) == 0 else None
+            await store.keep(new)
+            await until(lambda: fake.names == names(*old, *new))
+            await safe(store, fake, *old, *new)
+            fake.hook = lambda _: None
+            for complete in new:
+                await store.forget(complete.record.id)
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+def test_a_store_that_is_emptied_and_made_smaller_while_a_set_is_kept(fake: FakeManager) -> None:
+    """As a daemon-reload with a smaller limit does. What is refused leaves nothing; ``kept`` tells the truth."""
+    old, new = commit(2), commit(2)
+    count = positions(fake, new)
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        for limit, position in itertools.product(range(9), range(count)):
+            left = itertools.count(-position)
+
+            def shrink(_: str, left: Any = left, limit: int = limit) -> None:
+                if next(left) == 0:
+                    fake.limit = limit
+                    fake.empty()
+
+            fake.hook = shrink
+            try:
+                await store.keep(new)
+            except StoreRejected:
+                kept = old
+            else:
+                kept = (*old, *new)
+            # After a commit it may be noticed a moment later that the store was emptied once more.
+            await asyncio.sleep(0.01)
+            if store.kept == "store":
+                await asyncio.sleep(0.02)
+                assert store.kept == "lost" or set(names(*kept)) <= set(fake.names), (limit, position)
+            fake.hook = lambda _: None
+            await resize(store, fake, 100)
+            await safe(store, fake, *kept)
+            if kept != old:
+                await store.forget(new[0].record.id)
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+def test_adoption_goes_on_with_what_is_there_and_removes_the_rest(fake: FakeManager) -> None:
+    first, second = commit(1, 2), commit(1)
+
+    async def earlier(store: FdStore) -> None:
+        await store.keep(first)
+        await store.keep(second)
+
+    run(fake, earlier)
+    stray = [(f"{'0' * 12}.1", os.open(os.devnull, os.O_RDONLY)), ("stored", os.open(os.devnull, os.O_RDONLY))]
+    fake.stored += stray
+    handed = [(name, os.dup(fd)) for name, fd in reversed(fake.stored)]
+    found = adopt.sort_out(handed)
+    assert set(found.names) == {"stored", f"{'0' * 12}.1", *fake.canaries}
+    for fd in found.fds:
+        os.close(fd)
+    sets = [adopted.complete for adopted in found.sets]
+
+    async def later(store: FdStore) -> None:
+        await store.adopt(found.sets, found.names)
+        await safe(store, fake, *first, *second)
+        await asyncio.to_thread(fake.empty)
+        await until(lambda: store.kept == "lost")
+        await safe(store, fake, *first, *second)
+        for complete in sets:
+            await store.forget(complete.record.id)
+        assert fake.names == []
+
+    before = descriptors()
+    asyncio.run(_with_store(fake, later))
+    made.close(*sets)
+    assert descriptors() == before - sum(len(s.fds) + 1 for s in sets) * 2 - len(stray)
+    made.close(*first, *second)
+
+
+async def _with_store(fake: FakeManager, work: Callable[[FdStore], Awaitable[None]]) -> None:
+    manager = Manager(fake.address, Library())
+    store = FdStore(manager)
+    async with asyncio.timeout(20):
+        await work(store)
+    await store.close()
+    manager.close()
+
+
+def test_adoption_by_a_manager_without_room(fake: FakeManager) -> None:
+    """It was emptied before the agent came: what was handed over is stored again as soon as that is possible."""
+    sets = commit(1)
+    fake.limit = 2
+
+    async def work(store: FdStore) -> None:
+        record = memfd.sealed("record", json.dumps(records.to_plain(sets[0].record)).encode())
+        await store.adopt([(sets[0], record)], [])
+        assert store.kept == "store"  # only a canary was looked for
+        await asyncio.to_thread(fake.empty)
+        await until(lambda: store.kept == "lost")
+        await resize(store, fake, 100)
+        await safe(store, fake, *sets)
+
+    run(fake, work)
+    fake.empty()
+    fake.limit = 0
+    run(fake, lambda store: until(lambda: store.kept == "lost"))
+    made.close(*sets)
+
+
+def test_the_manager_lets_go_before_the_agent_does(fake: FakeManager, tmp_path: Path) -> None:
+    """Only then is the agent's close the last one, which its clients wait for."""
+    inodes: set[int] = set()
+    open_at: dict[str, set[int]] = {}
+
+    def look(text: str) -> None:
+        found = set()
+        for fd in Path("/proc/self/fd").iterdir():
+            try:
+                found.add(fd.stat().st_ino)
+            except OSError:
+                continue
+        open_at[text.split("\n")[0]] = found & inodes
+
+    async def work(store: FdStore) -> None:
+        sets = commit(2)
+        inodes.update(os.fstat(fd).st_ino for fd in sets[0].fds)
+        agent = Agent(Settings(0, RankPaths(tmp_path, 0), tmp_path / "public"), store)
+        await store.keep(sets)
+        agent.adopt(sets)
+        await store._manager.barrier()
+        fake.hook = look
+        sent = len(fake.messages)
+        await agent.drop(next(iter(agent.sets)))
+        assert fake.messages[sent:] == [
+            *(f"FDSTOREREMOVE=1\nFDNAME={sets[0].record.id}.{part}" for part in ("record", 0, 1, 2)),
+            "BARRIER=1",
+        ]
+        assert open_at == {"FDSTOREREMOVE=1": inodes, "BARRIER=1": inodes}
+        look("later")
+        assert open_at["later"] == set()
+        await agent.background()
+
+    run(fake, work)
+
+
+# -- a manager that does not answer ------------------------------------------------------------------------------------
+
+
+def test_a_deaf_manager_refuses_a_commit_and_keeps_nothing(fake: FakeManager) -> None:
+    """What was sent before is taken back as soon as the manager listens."""
+    old, new = commit(1), commit(1, 1)
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        for room in (1, 3, 5, 8, 10):
+            with fake.deaf():
+                # The queue has room for a part of it.
+                for _ in range(11 - room):
+                    await store._manager.ready()
+                with pytest.raises(WeightcacheError, match="read no messages"):
+                    await store.keep(new)
+                with pytest.raises(WeightcacheError, match="read no messages"):
+                    await store.forget(new[0].record.id)
+            await store.forget(new[0].record.id)
+            await store.forget(new[1].record.id)
+            assert fake.names == names(*old)
+            assert len(fake.canaries) == 1
+        with fake.deaf(), pytest.raises(WeightcacheError, match="read no messages"):
+            await store.forget(old[0].record.id)
+        await store.keep(new)
+        await safe(store, fake, *new)
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+def test_a_manager_that_fails_at_any_step_leaves_no_canary_and_no_descriptor(fake: FakeManager) -> None:
+    old, new = commit(1), commit(1)
+    room = CANARY_AND_SUCCESSOR + 3 + 3
+
+    async def work(store: FdStore) -> None:
+        manager = store._manager
+        assert isinstance(manager, Flaky)
+        await store.keep(old)
+        fake.limit = room
+        for step in itertools.count():
+            left = itertools.count(-step)
+
+            def fail(_: str, left: Any = left) -> None:
+                if next(left) == 0:
+                    raise WeightcacheError("not now")
+
+            manager.failing = fail
+            try:
+                await store.keep(new)
+                break
+            except WeightcacheError:
+                manager.failing = lambda _: None
+            # Whatever was left is no reason to refuse: there is just enough room.
+            await store.keep(new)
+            await safe(store, fake, *old, *new)
+            await store.forget(new[0].record.id)
+        assert step == 3 + 1 + 1  # three descriptors, a canary, and the removal of the one before
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+def test_a_commit_that_is_cancelled_leaves_nothing(fake: FakeManager) -> None:
+    """After any number of turns of the event loop."""
+    old, new = commit(1), commit(1, 1)
+    fake.delay = 0.0005
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        done = False
+        for turns in itertools.count():
+            task = asyncio.ensure_future(store.keep(new))
+            for _ in range(turns):
+                await asyncio.sleep(0.0003)
+            done = task.done()
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                assert task.exception() is None
+            for complete in new:
+                await store.forget(complete.record.id)
+            await store.keep(new)
+            await safe(store, fake, *old, *new)
+            for complete in new:
+                await store.forget(complete.record.id)
+            if done:
+                break
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+def test_a_manager_that_executes_itself_anew(fake: FakeManager) -> None:
+    """What waits in its queue may be lost with it: then the commit is refused, or everything is stored."""
+    old, new = commit(1), commit(2)
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        for pause in (0.0, 0.001, 0.003, 0.01):
+            fake.delay = 0.001
+            task = asyncio.ensure_future(store.keep(new))
+            await asyncio.sleep(pause)
+            await asyncio.to_thread(fake.hang_up)
+            fake.open()
+            try:
+                await task
+            except WeightcacheError:
+                await until(lambda: not set(fake.names) & set(names(*new)))
+            else:
+                await safe(store, fake, *old, *new)
+                await store.forget(new[0].record.id)
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+# -- any history -------------------------------------------------------------------------------------------------------
+
+steps = st.lists(
+    st.tuples(st.just("keep"), st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    | st.tuples(st.just("forget"), st.integers(0, 3))
+    | st.tuples(st.just("empty"), st.none())
+    | st.tuples(st.just("limit"), st.integers(0, 20)),
+    max_size=8,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps)
+def test_any_history(fake: FakeManager, history: list[tuple[str, Any]]) -> None:
+    fake.empty()
+    fake.limit = 100
+    history = [(step, commit(*what) if step == "keep" else what) for step, what in history]
+
+    async def work(store: FdStore) -> None:
+        kept: list[Complete] = []
+        for step, what in history:
+            match step:
+                case "keep":
+                    try:
+                        await store.keep(what)
+                    except StoreRejected:
+                        await store._manager.barrier()
+                        assert not set(fake.names) & set(names(*what))
+                    else:
+                        kept += what
+                case "forget" if what < len(kept):
+                    await store.forget(kept[what].record.id)
+                    assert not set(fake.names) & set(names(kept.pop(what)))
+                case "empty":
+                    await asyncio.to_thread(fake.empty)
+                case "limit":
+                    await resize(store, fake, what)
+        await resize(store, fake, 100)
+        await safe(store, fake, *kept)
+
+    try:
+        run(fake, work)
+    finally:
+        made.close(*(complete for step, what in history if step == "keep" for complete in what))
