@@ -49,13 +49,16 @@ def sort_out(stored: Sequence[tuple[str, int]]) -> Adoption:
     named = dict(reversed(stored))
     found: dict[str, Adopted] = {}
     for name, fd in named.items():
-        set_id, _, part = name.rpartition(".")
-        if part == RECORD:
+        set_id, dot, part = name.rpartition(".")
+        if dot and part == RECORD:
             try:
                 found[set_id] = Adopted(_complete(set_id, named), fd)
-            except (ProtocolError, ValueError, OSError) as error:
+            except (ProtocolError, ValueError, OSError, RecursionError) as error:
                 log.warning("set %.40s in the descriptor store is not complete and is removed: %s", set_id, error)
-    sets = [a for a in found.values() if all(other in found for other in a.complete.record.companions)]
+    while torn := [i for i, a in found.items() if not found.keys() >= {*a.complete.record.companions}]:
+        for set_id in torn:
+            del found[set_id]
+    sets = found.values()
     used = {fd for adopted in sets for fd in (*adopted.complete.fds, adopted.record_fd)}
     keep = {f"{c.record.id}.{part}" for c, _ in sets for part in (RECORD, *range(len(c.fds)))}
     useless = sorted({name for name, _ in stored} - keep)
@@ -72,8 +75,9 @@ def sort_out(stored: Sequence[tuple[str, int]]) -> Adoption:
 def _complete(set_id: str, named: dict[str, int]) -> Complete:
     text = memfd.read_sealed(named[f"{set_id}.{RECORD}"], MAX_RECORD)
     body = json.loads(text)
-    if body.get("schema") != RECORD_SCHEMA:
-        raise ProtocolError(f"its record has schema {body.get('schema')!r}, this version reads {RECORD_SCHEMA}")
+    schema = body.get("schema") if isinstance(body, dict) else None
+    if schema != RECORD_SCHEMA:
+        raise ProtocolError(f"its record has schema {str(schema)[:40]}, this version reads {RECORD_SCHEMA}")
     record = records.from_plain(Record, body)
     if record.id != set_id:
         raise ProtocolError(f"its record belongs to set {record.id[:40]}")
