@@ -28,7 +28,9 @@ REQUEST_SECONDS = 10.0
 SAMPLE_SECONDS = 1.0
 TERM_SECONDS = 5.0
 LONGEST_LINE = 2000
-LINES_AT_ONCE = 50
+LINES_AT_ONCE = 12
+"""A byte that is no text becomes six in JSON, and a packet with the longest lines has to stay below MAX_PACKET."""
+
 _PRIVATE = ("LISTEN_", "NOTIFY_", "WATCHDOG_", "FDSTORE")
 _UTF8 = "utf-8"
 
@@ -56,6 +58,14 @@ class Unit:
 
     def run(self) -> int:
         """Serve until the child has ended; returns its status, minus the signal number if it was killed."""
+        try:
+            return self._run()
+        except BaseException:
+            if self._process.returncode is None:
+                self._signal(signal.SIGKILL)
+            raise
+
+    def _run(self) -> int:
         pidfd = os.pidfd_open(self._process.pid)
         with selectors.DefaultSelector() as events, contextlib.closing(self._output):
             events.register(pidfd, selectors.EVENT_READ)
@@ -149,7 +159,7 @@ def serve(connection: socket.socket) -> int:
         unit = Unit(connection, request)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        ended = Ended(None, f"{request.command[0]!r}: {reason}"[:1000])
+        ended = Ended(None, f"{request.command[0][:500]!r}: {reason}"[:1000])
     else:
         ended = Ended(unit.run())
     with contextlib.suppress(OSError):
