@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ def agents(options: Options, config: Config, given: Given, python: str) -> Agent
             found = _running([*places, home], config, given, backend, wanted)
             if found is None:
                 found = _start(home, options, config, given, python, backend, wanted)
+    _require_keepers(found)
     _require_model(found, given)
     _load(found, WAIT_SECONDS if options.wait_seconds is None else options.wait_seconds)
     found = sockets.discover(found.directory, config, given.text("device")).only(wanted)
@@ -101,31 +103,59 @@ def _running(
 def _start(
     home: Path, options: Options, config: Config, given: Given, python: str, backend: str, wanted: Sequence[RankConfig]
 ) -> Agents:
+    ranks = [RankPaths(home, entry.rank) for entry in wanted]
+    for where in ranks:
+        if (pid := detached.listener(where.public)) is not None:
+            raise AgentUnavailable(
+                f"process {pid} listens at {where.public} already, and no agent for this launch answers there; its log "
+                f"ends with: {detached.last_lines(where)}"
+            )
     arguments = daemon_config.model_arguments(options.sglang)
-    file = daemon_config.write(home, daemon_config.render(python, arguments, backend, wanted))
-    pids = {}
-    for entry in wanted:
-        where = RankPaths(home, entry.rank)
-        pids[entry.rank] = detached.start(where, file)
-        say(f"rank {entry.rank}: started an agent, process {pids[entry.rank]}, log {detached.log_file(where)}")
-    deadline = time.monotonic() + START_TIMEOUT
-    for rank, pid in pids.items():
-        _wait_for(RankPaths(home, rank), pid, deadline)
-    numbers = " ".join(map(str, pids.values()))
-    say(f"the agents keep the weights after this server ends; `kill {numbers}` stops them and frees the memory")
+    _run(ranks, daemon_config.write(home, daemon_config.render(python, arguments, backend, wanted)))
     found = sockets.discover(home, config, given.text("device")).only(wanted)
     if not found.agents:
         raise found.missing()
     return found
 
 
-def _wait_for(where: RankPaths, pid: int, deadline: float) -> None:
-    while not client.alive(where.public, 0.5):
-        gone = not Path(f"/proc/{pid}").exists()
-        if gone or time.monotonic() > deadline:
-            what = "ended at once" if gone else f"does not listen at {where.public}"
-            raise AgentUnavailable(f"the agent of rank {where.rank} {what}: {detached.last_lines(where)}")
-        time.sleep(0.05)
+def _run(places: Sequence[RankPaths], file: Path) -> None:
+    """Start agents and wait until all answer; all or none."""
+    keep = detached.can_keep()
+    started: list[detached.Detached] = []
+    try:
+        for where in places:
+            one = detached.start(where, file, keep)
+            started.append(one)
+            what = "an agent under a keeper" if keep else "an agent"
+            say(f"rank {where.rank}: started {what}, process {one.pid}, log {detached.log_file(where)}")
+        deadline = time.monotonic() + START_TIMEOUT
+        for one in started:
+            one.wait(deadline)
+    except BaseException:
+        detached.stop(started)
+        raise
+    numbers = " ".join(str(one.pid) for one in started)
+    if keep:
+        say(
+            "the weights stay after this server ends, and after a crash of their agent; "
+            f"`kill {numbers}` stops keepers and agents and frees the memory"
+        )
+    else:
+        say(f"the weights stay after this server ends; `kill {numbers}` stops the agents and frees the memory")
+        say(f"the weights will not survive an agent's crash: for a keeper, install sdnotify for {sys.executable}")
+
+
+def _require_keepers(found: Agents) -> None:
+    """Say, or raise AgentUnavailable where nothing is held yet, that an agent outlived its keeper."""
+    for agent in found.agents:
+        pid = detached.listener(agent.path)
+        if not pid or detached.alive(pid):
+            continue
+        number = agent.status.pid if agent.status else "PID"
+        what = f"rank {agent.rank}: the keeper of its agent has ended"
+        if agent.state != "ready":
+            raise AgentUnavailable(f"{what}, so that it can take no weights: `kill {number}` and launch again")
+        say(f"{what}: the weights will not survive the agent's crash; `kill {number}` stops it and frees the memory")
 
 
 def _require_model(found: Agents, given: Given) -> None:

@@ -9,7 +9,8 @@ Starts `python -m sglang.launch_server SGLANG_ARGUMENTS...` with the weights tha
 as its supervisor: signals and the exit status are passed through, one line a rank says how it got its weights.
 
   --weight-cache-mode MODE      client (default): attach to running agents, or load from disk
-                                daemon: start the agents of this launch if none run, wait for them, attach
+                                daemon: start the agents of this launch if none run, each under a keeper,
+                                wait until they hold its model, attach
                                 off: plain SGLang, nothing added
                                 (recognised among SGLang's arguments too)
   --wcache-on-mismatch WHAT     when the resident weights are not what this launch needs, or there are none:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.launch.support import FAKE, SOURCE, FakeAgent, Launcher, rank_status
+from tests.unit.launch.support import FAKE, SOURCE, FakeAgent, Launcher, alive, eventually, rank_status
 from weightcache.paths import RankPaths
+
+LOADER = Path(__file__).parents[2] / "support" / "test_loader.py"
 
 
 @pytest.fixture
@@ -38,3 +43,30 @@ def agent(launcher: Launcher) -> Iterator[Callable[..., FakeAgent]]:
     yield make
     for one in agents:
         one.close()
+
+
+@pytest.fixture
+def daemon(launcher: Launcher) -> Iterator[Launcher]:
+    """The launcher with an interpreter whose weightcache.loader is the tests'; ends the agents it started."""
+    python = launcher.directory / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = weightcache.loader ]; then shift 2; exec {sys.executable} {LOADER} "$@"; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    launcher.environment["TMPDIR"] = str(launcher.runtime_dir)  # a keeper that is killed leaves a folder there
+    launcher.environment["WCTEST_FINGERPRINT"] = json.dumps({"revision": "", "override_args": ""})
+    launcher.mode = ["--weight-cache-mode", "daemon", "--wcache-python", str(python), "--wcache-wait", "20"]
+    yield launcher
+    pids = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if b"weightcache.server" in line and os.fsencode(launcher.runtime_dir) in line:
+                pids.add(int(entry.name))
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    assert eventually(lambda: not any(alive(pid) for pid in pids), 15)

@@ -179,3 +179,5 @@ ATTACHED = {
     "rank": 0, "role": "target", "outcome": "attached", "set_id": "1a2b" * 8, "tensors": 272, "arenas": 1,
     "mapped_bytes": 270_000_000, "milliseconds": {"receive": 1, "map": 2, "build": 40, "bind": 12},
 }  # fmt: skip
+GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
+"""What a server does that attaches."""

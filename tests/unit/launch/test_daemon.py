@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import signal
 import stat
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.unit.launch.support import ATTACHED, alive, eventually
+from tests.unit.launch.support import GOOD, alive
 from weightcache import config
 from weightcache.config import RankConfig
 from weightcache.engine import directive
@@ -22,38 +19,10 @@ from weightcache.launch import daemon_config, layout
 from weightcache.launch.server_only import without
 from weightcache.launch.sglang_options import given
 
-GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
-LOADER = Path(__file__).parents[2] / "support" / "test_loader.py"
 SECRETS = [
     *("--api-key", "sk-secret1"), "--admin-api-key=secret2", *("--ssl-keyfile-password", "secret3"),
     *("--ap", "secret4"), *("--watermark-config", '{"key": "secret5"}'), "--some-new-auth-key=secret6",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def daemon(launcher):
-    """The launcher with an interpreter whose weightcache.loader is the tests'; ends the agents it started."""
-    python = launcher.directory / "python"
-    python.write_text(
-        f'#!/bin/sh\nif [ "$2" = weightcache.loader ]; then shift 2; exec {sys.executable} {LOADER} "$@"; fi\n'
-        f'exec {sys.executable} "$@"\n'
-    )
-    python.chmod(0o755)
-    launcher.environment["WCTEST_FINGERPRINT"] = json.dumps({"revision": "", "override_args": ""})
-    launcher.mode = ["--weight-cache-mode", "daemon", "--wcache-python", str(python), "--wcache-wait", "20"]
-    yield launcher
-    pids = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                line = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"weightcache.server" in line and os.fsencode(launcher.runtime_dir) in line:
-                pids.add(int(entry.name))
-    for pid in pids:
-        os.kill(pid, signal.SIGTERM)
-    assert eventually(lambda: not any(alive(pid) for pid in pids), 15)
 
 
 def test_first_and_second_start(daemon):
@@ -62,8 +31,8 @@ def test_first_and_second_start(daemon):
     status, _, err = daemon.run(*daemon.mode, *arguments)
     assert status == 0, err
     home = daemon.runtime_dir
-    pid = int(re.search(r"rank 0: started an agent, process (\d+), log (\S+)", err)[1])
-    assert f"`kill {pid}` stops them" in err
+    pid = int(re.search(r"rank 0: started an agent under a keeper, process (\d+), log (\S+)", err)[1])
+    assert f"`kill {pid}` stops keepers and agents and frees the memory" in err
     assert "rank 0: attached set 1a2b1a2b.." in err
     assert alive(pid)
     parent, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1:4:2]
