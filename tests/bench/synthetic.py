@@ -4,10 +4,14 @@
     python -m tests.bench.synthetic publish --backend cuda --gib 100 --socket PUBLISH_SOCKET [--token TOKEN]
     python -m tests.bench.synthetic attach  --backend cuda --socket STATUS_SOCKET
     python -m tests.bench.synthetic churn   --backend cuda --socket STATUS_SOCKET --count 50
+    python -m tests.bench.synthetic donate  --backend cuda --gib 16 --socket PUBLIC_SOCKET
+    python -m tests.bench.synthetic rescue  --backend cuda --socket PUBLIC_SOCKET --kill AGENT_PID
 
 ``compare`` publishes one set after the other to a holder without torch, kills each publisher, attaches a child, and
 prints one row each: with the same number of tensors, bytes should not matter. ``publish`` and ``attach`` work with an
-agent too. All of them print JSON lines except ``compare``, which prints a table. Times are milliseconds.
+agent too. ``donate`` publishes as a serving engine would. ``rescue`` starts its device, kills the agent, attaches as
+soon as anybody answers, and compares the digests: ``answered_ms`` is from the kill to the bound tensors. All of them
+print JSON lines except ``compare``, which prints a table. Times are milliseconds.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -28,7 +33,7 @@ from typing import Any
 
 import torch
 
-from weightcache import manifest, protocol, transport
+from weightcache import manifest, protocol, records, transport
 from weightcache.client import Conversation
 from weightcache.fingerprint import Fingerprint
 from weightcache.memory import MAX_ARENAS, Memory, arena_sizes, memfd, open_memory
@@ -143,7 +148,15 @@ def attach(
         f"{name}_ms": round((end - start) * 1000, 3)
         for name, start, end in zip(steps, marks[:-1], marks[1:], strict=True)
     }
-    figures.update(bytes=content.bytes, tensors=len(bound), arenas=len(answer.arenas))
+    starts = itertools.accumulate((arena.bytes for arena in answer.arenas), initial=0)
+    figures.update(
+        set_id=answer.set_id,
+        bytes=content.bytes,
+        tensors=len(bound),
+        arenas=len(answer.arenas),
+        places=[(start, arena.used) for start, arena in zip(starts, answer.arenas, strict=False)],
+        digests=[arena.digest for arena in answer.arenas],
+    )
     return figures, bound, region
 
 
@@ -243,18 +256,11 @@ def _attach(args: argparse.Namespace) -> None:
     memory = open_memory(args.backend)
     warm_up(memory)
     figures, bound, region = attach(memory, args.socket)
+    places, digests = figures.pop("places"), figures.pop("digests")
     if args.verify:
-        with Conversation(args.socket) as conversation:
-            conversation.send(protocol.Inspect(None))
-            answer, fds = conversation.receive(30.0, 1 + MAX_ARENAS)
-        transport.close_all(fds)
-        assert isinstance(answer, protocol.Attached)
-        offset, started, intact = 0, time.perf_counter(), True
-        for arena in answer.arenas:
-            intact &= digest(region.bytes_at(offset, arena.used)) == arena.digest
-            offset += arena.bytes
+        started = time.perf_counter()
+        figures["intact"] = [digest(region.bytes_at(*place)) for place in places] == digests
         figures["digest_ms"] = round((time.perf_counter() - started) * 1000, 3)
-        figures["intact"] = intact
     if args.write:
         try:
             bound[0].data.fill_(1)
@@ -268,6 +274,42 @@ def _attach(args: argparse.Namespace) -> None:
         signal.pause()
     if args.write:
         os._exit(0)  # the context may be broken, and taking it down in order would fail
+
+
+def donate(socket: Path, memory: Memory, total: int, tensors: int, seed: int) -> tuple[str, int, Conversation]:
+    """Publish as an engine that found its rank empty: (the set's id, bytes, the connection that is its lease)."""
+    content, info, fds = make(memory, total, tensors, seed)
+    conversation = Conversation(socket)
+    request = protocol.Attach("target", "synthetic", info.fingerprint, 30.0, donate=True)
+    invited = conversation.request(request, protocol.DonationInvited, 30.0)
+    rank = int(socket.name.partition(".")[0])
+    place = RankPaths(socket.parent, rank).publish
+    return publish(str(place), content, info, fds, source="donor", token=invited.token), content.bytes, conversation
+
+
+def _donate(args: argparse.Namespace) -> None:
+    memory = open_memory(args.backend)
+    set_id, size, _lease = donate(Path(args.socket), memory, int(args.gib * 2**30), args.tensors, args.seed)
+    print(json.dumps({"set_id": set_id, "bytes": size}), flush=True)
+    if args.linger:
+        signal.pause()
+
+
+def _rescue(args: argparse.Namespace) -> None:
+    memory = open_memory(args.backend)
+    warm_up(memory)
+    request = protocol.Attach("target", "rescue", _fingerprint(args.seed), 30.0)
+    if args.fingerprint:
+        request = dataclasses.replace(
+            request, fingerprint=records.from_plain(Fingerprint, json.loads(args.fingerprint))
+        )
+    started = time.perf_counter()
+    if args.kill:
+        os.kill(args.kill, signal.SIGKILL)
+    figures, _bound, region = attach(memory, args.socket, request)
+    figures["answered_ms"] = round((time.perf_counter() - started) * 1000, 1)
+    figures["intact"] = [digest(region.bytes_at(*place)) for place in figures.pop("places")] == figures.pop("digests")
+    print(json.dumps(figures), flush=True)
 
 
 def _churn(args: argparse.Namespace) -> None:
@@ -298,7 +340,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and run one verb."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for name in ("publish", "attach", "churn", "compare"):
+    for name in ("publish", "attach", "churn", "compare", "donate", "rescue"):
         verb = verbs.add_parser(name)
         verb.add_argument("--backend", choices=("host", "cuda"), required=True)
         if name != "compare":
@@ -308,9 +350,16 @@ def main(arguments: list[str] | None = None) -> None:
             verb.add_argument("--seed", type=int, default=1)
             verb.add_argument("--source", choices=("loader", "donor"), default="loader")
             verb.add_argument("--token", default="")
-        if name in ("publish", "compare"):
+        if name in ("donate", "rescue"):
+            verb.add_argument("--seed", type=int, default=1)
+        if name == "donate":
+            verb.add_argument("--gib", type=float, required=True)
+        if name == "rescue":
+            verb.add_argument("--kill", type=int, default=0, help="the agent's process number")
+            verb.add_argument("--fingerprint", default="", help="JSON, where the set is no synthetic one")
+        if name in ("publish", "compare", "donate"):
             verb.add_argument("--tensors", type=int, default=292)
-        if name in ("publish", "attach"):
+        if name in ("publish", "attach", "donate"):
             verb.add_argument("--linger", action="store_true", help="stay after the work, until a signal")
         if name == "attach":
             verb.add_argument("--verify", action="store_true", help="compare the digests too")
@@ -324,7 +373,14 @@ def main(arguments: list[str] | None = None) -> None:
     if args.verb == "compare":
         print(table(compare(args.backend, args.gib, args.tensors)))
     else:
-        {"publish": _publish, "attach": _attach, "churn": _churn}[args.verb](args)
+        verbs_by_name = {
+            "publish": _publish,
+            "attach": _attach,
+            "churn": _churn,
+            "donate": _donate,
+            "rescue": _rescue,
+        }
+        verbs_by_name[args.verb](args)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,9 @@ echo "bundle: unpacking ..." >&2
 mkdir "$work/site312"
 unpack "$work/site312"
 (trim "$work/site312")
+# The agent's own; it is published as source only, and is one file.
+"$python" -m pip -qq --no-input --disable-pip-version-check install --no-deps --no-compile --target "$work/site312" \
+    sdnotify==0.3.2
 echo "bundle: compressing ..." >&2
 tar -C "$work" --sort=name --owner=0 --group=0 -cf - site312 | xz -T0 -9e >"$out.part"
 size=$(stat -c %s "$out.part")

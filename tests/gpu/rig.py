@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import sdnotify
 
 from tests.support.engine import CPU_ARGUMENTS, Engine
 from tests.support.environments import SHIM
+from weightcache import keeper as keeping
 
 PROMPTS = ([5, 17, 99, 1234, 7], [42, 11, 300, 8], [100, 200, 300, 400, 500, 600])
 TOKENS = 24
@@ -95,6 +97,18 @@ def gpu_count() -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if profile().backend == "cuda" else 0
 
 
+def with_device_files() -> list[str]:
+    """Who has a file of the driver open."""
+    names = set()
+    for process in psutil.process_iter(["pid", "name"]):
+        with contextlib.suppress(OSError, psutil.Error):
+            for fd in Path(f"/proc/{process.pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if str(fd.readlink()).startswith("/dev/nvidia"):
+                        names.add(f"{process.info['name']} ({process.pid})")
+    return sorted(names)
+
+
 def gpu_uuid() -> str:
     """The UUID of GPU 0, as nvidia-smi prints it."""
     out = subprocess.run(
@@ -142,13 +156,15 @@ class Agent:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Agent:
-        # -S and an explicit path: the resident part is what a distribution's interpreter without site packages runs.
-        code = f"import sys; sys.path.insert(0, {str(package_parent())!r}); "
-        code += "from weightcache.server.__main__ import main; sys.exit(main())"
-        argv = [os.environ.get("WEIGHTCACHE_AGENT_PYTHON", sys.executable), "-I", "-S", "-c", code]
+        """Under the keeper, which starts the agent again after its death."""
+        # -S and explicit paths: the resident part is what a distribution's interpreter without site packages runs.
+        paths = [str(package_parent()), str(Path(sdnotify.__file__).parent)]
+        code = f"import sys; sys.path[:0] = {paths!r}; from weightcache.server.__main__ import main; sys.exit(main())"
+        python = [os.environ.get("WEIGHTCACHE_AGENT_PYTHON", sys.executable), "-I", "-S"]
+        keeper = [*python, keeping.__file__, "--listen", str(self.directory / "0.sock"), "--"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*argv, "--rank", "0", "--config", str(self.config)],
+                [*keeper, *python, "-c", code, "--rank", "0", "--config", str(self.config)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables(),
             )  # fmt: skip
         wait_for(lambda: (self.directory / "0.status.sock").exists(), 20, "the agent's status socket")
@@ -156,6 +172,12 @@ class Agent:
 
     @property
     def pid(self) -> int:
+        """The agent that runs now."""
+        assert self.process is not None
+        return psutil.Process(self.process.pid).children()[0].pid
+
+    @property
+    def keeper(self) -> int:
         assert self.process is not None
         return self.process.pid
 
@@ -163,10 +185,15 @@ class Agent:
         out = wcache(self, "status", "--json", check=False).stdout
         return dict(json.loads(out)["ranks"][0])
 
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait(timeout=10)
+    def rescue(self) -> dict[str, Any]:
+        """SIGKILL the agent from a process with a warm device, which attaches at once and checks the digests."""
+        held = self.status()["sets"][0]
+        argv = [sys.executable, "-m", "tests.bench.synthetic", "rescue", "--backend", profile().backend]
+        argv += ["--socket", str(self.directory / "0.sock"), "--kill", str(self.pid)]
+        argv += ["--fingerprint", json.dumps(held["fingerprint"])]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120, env=variables())
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
 
     def stop(self) -> None:
         assert self.process is not None

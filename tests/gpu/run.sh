@@ -6,6 +6,7 @@
 #   tests/gpu/run.sh memory [PYTEST...]  shared memory alone
 #   tests/gpu/run.sh story [PYTEST...]   load, attach, survive, donate, with SGLang
 #   tests/gpu/run.sh own                 SGLang's own weight cache on the same model, for comparison
+#   tests/gpu/run.sh systemd ROOT [PYTEST...]   a real systemd holds the memory; needs no SGLang (root.sh made ROOT)
 #
 # Logs and figures go to $LOGS (default /tmp/weightcache-gpu). Steps can run one after the other in several calls.
 set -euo pipefail
@@ -29,11 +30,19 @@ warm() {
     WEIGHTCACHE_FIGURES='' python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_engine.py -k warm
 }
 
+systemd() {
+    export WEIGHTCACHE_ROOT=/tmp/weightcache-root
+    [[ -d $WEIGHTCACHE_ROOT ]] || { mkdir "$WEIGHTCACHE_ROOT" && tar -C "$WEIGHTCACHE_ROOT" -xf "$1"; }
+    python3 tests/env/link.py "$here" /tmp/weightcache-link
+    python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_systemd.py "${@:2}"
+}
+
 case ${1:-} in
     setup) setup "$2" ;;
     warm) warm ;;
     memory) python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_memory.py "${@:2}" ;;
     story) python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_engine.py -k "not warm" "${@:2}" ;;
+    systemd) systemd "${@:2}" ;;
     own) python3 -m tests.bench.own_cache "$LOGS" ;;
-    *) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
