@@ -29,13 +29,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 DESCRIPTION = """\
-Run COMMAND (an agent), start it again whenever it ends, and keep its listening socket and the descriptors that it
-stores, so that the weights outlive a crash of the agent. For containers and development, with systemd's protocols;
-where systemd runs, use that: `systemd --user` is the better way on a developer's machine.
+Run COMMAND (an agent) and start it again whenever it ends. The keeper holds its listening socket and the descriptors
+that it stores, by systemd's protocols: the weights outlive a crash of the agent, and engines that connect meanwhile
+wait for the next one. For containers and development; where systemd runs, use its units.
 
-SIGKILL of the keeper, or the end of its container, frees the weights (as soon as COMMAND, if it is left over, ends
-too). SIGTERM and SIGINT stop COMMAND, after 30 seconds or at the second signal with SIGKILL, and free the weights.
-SIGHUP is passed on. COMMAND's children cannot store descriptors."""
+  wcache keeper --listen /run/weightcache/0.sock -- python3 -m weightcache.server --rank 0 --load
+
+What frees the weights: SIGTERM or SIGINT to the keeper, which stop COMMAND (with SIGKILL after 30 seconds or at the
+second signal); SIGKILL of the keeper (as soon as COMMAND, if it is left over, ends too); the end of its container.
+A crash of COMMAND frees nothing. SIGHUP is passed on. COMMAND's children cannot store descriptors."""
 
 FIRST_FD = 3
 BACKLOG = 512

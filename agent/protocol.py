@@ -64,7 +64,7 @@ class LeaseStatus:
 
 @dataclass(frozen=True, slots=True)
 class SetStatus:
-    """A resident weight set. ``version`` counts from 1 for each role."""
+    """A resident weight set. ``version`` counts from 1 for each role; ``suspect`` says why it is being examined."""
 
     id: str
     role: str
@@ -80,6 +80,7 @@ class SetStatus:
     load_seconds: float
     bytes_read: int
     leases: tuple[LeaseStatus, ...]
+    suspect: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from weightcache import paths
-from weightcache.cli import doctor_agents, doctor_host, doctor_loader, ranks
+from weightcache.cli import (
+    doctor_agents,
+    doctor_host,
+    doctor_kept,
+    doctor_loader,
+    doctor_rights,
+    doctor_systemd,
+    ranks,
+    systemd,
+)
 from weightcache.cli.findings import Finding, note, ok, problem
 from weightcache.cli.parsing import Parser, add_global
 from weightcache.cli.text import coloured, count, escape, paint
@@ -20,8 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DESCRIPTION = """\
-Look at everything that has to be in place: Python, the configuration, the agents and their sockets, this user's
-rights, the loader's command and its environment, the checkpoint, memory and devices. Each line says ok, problem or
+Look at everything that has to be in place: Python, the configuration, the agents, their units and their sockets, this
+user's rights, the loader's command, its environment and its user, the checkpoint, memory, devices and driver; and say
+whose the memory is that no process seems to own. Each line says ok, problem or
 note; a problem comes with what to do about it. Nothing is changed, and no GPU is opened by this process (the loader's
 command looks at the GPUs, in its own environment; it gets 120 s).
 
@@ -75,8 +85,14 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     else:
         yield ok("configuration", f"{site.config.path} is valid")
     yield from doctor_agents.directory(site)
-    yield from doctor_agents.agents(site)
-    yield from doctor_agents.rights(site)
+    found = ranks.find_ranks(site)
+    views, units = ranks.query_all(site, found), systemd.of_ranks(site, found)
+    yield from doctor_agents.agents(site, views, units)
+    yield from doctor_kept.markers(site, views)
+    yield from doctor_kept.suspects(views)
+    yield from doctor_kept.owners(views, units)
+    yield from doctor_systemd.units(views, units)
+    yield from doctor_rights.sockets(site)
     yield from doctor_host.limits()
     if site.problem is None:
         yield from doctor_loader.checkpoint(site.config)
@@ -84,6 +100,9 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
             yield from doctor_host.memory(doctor_loader.checkpoint_bytes(site.config))
         else:
             yield from doctor_host.devices(site.config)
+            yield from doctor_host.libraries()
+            yield from doctor_host.persistence()
+        yield from doctor_rights.loader(units, *doctor_loader.needed(site.config))
         yield from doctor_loader.command(site.config)
 
 

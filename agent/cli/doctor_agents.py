@@ -1,23 +1,23 @@
-"""`wcache doctor`: the runtime directory, the agents and what this user may do with them."""
+"""`wcache doctor`: the runtime directory and the agents."""
 
 from __future__ import annotations
 
-import grp
 import os
-import pwd
 import stat
 from typing import TYPE_CHECKING
 
 import weightcache
 from weightcache import paths
-from weightcache.cli import ranks
+from weightcache.cli import doctor_systemd, ranks
 from weightcache.cli.findings import Finding, note, ok, problem
-from weightcache.cli.text import count
+from weightcache.cli.text import count, user
 from weightcache.client import trusted_uids
 from weightcache.errors import PermissionRefused, VersionSkew
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from weightcache.cli.systemd import Units
 
 
 def directory(site: ranks.Site) -> Iterator[Finding]:
@@ -38,26 +38,24 @@ def directory(site: ranks.Site) -> Iterator[Finding]:
     elif found.st_uid not in trusted_uids():
         yield problem(
             "runtime directory",
-            f"{where} belongs to {_user(found.st_uid)}, who is no agent's user",
+            f"{where} belongs to {user(found.st_uid)}, who is no agent's user",
             f"check who made it; chown root {where}",
         )
     elif not os.access(where, os.R_OK | os.X_OK):
         yield problem("runtime directory", f"this user may not enter {where}", f"chmod 0755 {where}")
     else:
-        yield ok("runtime directory", f"{where} (mode {stat.S_IMODE(found.st_mode):04o}, {_user(found.st_uid)})")
+        yield ok("runtime directory", f"{where} (mode {stat.S_IMODE(found.st_mode):04o}, {user(found.st_uid)})")
 
 
-def agents(site: ranks.Site) -> Iterator[Finding]:
+def agents(site: ranks.Site, views: Sequence[ranks.RankView], units: Units) -> Iterator[Finding]:
     """Every rank's agent: there, answering, of this version, and as configured."""
-    found = ranks.find_ranks(site)
-    if not found:
+    if not views:
         yield note("agents", "no rank is configured and no socket exists", _start(site, 0)[0])
-        return
-    for view in ranks.query_all(site, found):
-        yield from _agent(site, view)
+    for view in views:
+        yield from _agent(site, view, units)
 
 
-def _agent(site: ranks.Site, view: ranks.RankView) -> Iterator[Finding]:
+def _agent(site: ranks.Site, view: ranks.RankView, units: Units) -> Iterator[Finding]:
     status, subject = view.status, f"rank {view.status.rank}"
     start, restart = _start(site, status.rank)
     if view.agent == "down":
@@ -67,7 +65,7 @@ def _agent(site: ranks.Site, view: ranks.RankView) -> Iterator[Finding]:
         elif isinstance(view.reason, PermissionRefused):
             yield problem(subject, reason, "see the line about rights")
         else:
-            yield problem(subject, reason, start)
+            yield doctor_systemd.down(status.rank, units) or problem(subject, reason, start)
         return
     if status.version != weightcache.__version__:
         yield note(
@@ -110,71 +108,3 @@ def _as_configured(site: ranks.Site, view: ranks.RankView) -> Iterator[Finding]:
     public = site.rank(status.rank).public
     if not public.is_socket():
         yield problem(f"rank {status.rank}", f"{public} is missing: engines cannot attach", restart)
-
-
-def rights(site: ranks.Site) -> Iterator[Finding]:
-    """Whether this process may connect to the public sockets, and through which group."""
-    for user in site.config.policy.publishers:
-        if not _exists(user):
-            yield problem("rights", f"policy.publishers: there is no user {user}", "correct the name, or add the user")
-    name = site.config.agent.socket_group
-    groups = {os.getegid(), *os.getgroups()}
-    if name:
-        try:
-            wanted = grp.getgrnam(name)
-        except KeyError:
-            yield problem("rights", f"agent.socket_group: there is no group {name}", f"groupadd --system {name}")
-            return
-        yield _membership(wanted, groups)
-        return
-    for rank in ranks.find_ranks(site):
-        public = site.rank(rank).public
-        try:
-            found = public.stat()
-        except OSError:
-            continue
-        if os.access(public, os.W_OK):
-            yield ok("rights", f"this user may attach on rank {rank}")
-        else:
-            yield _membership(_group(found.st_gid), groups)
-            return
-
-
-def _membership(wanted: grp.struct_group, groups: set[int]) -> Finding:
-    user = _user(os.geteuid())
-    if os.geteuid() == 0:
-        return ok("rights", "root may attach and operate")
-    if wanted.gr_gid in groups:
-        return ok("rights", f"{user} is in the group {wanted.gr_name} and may attach")
-    if wanted.gr_gid == 0:
-        advice = "wcache config set agent.socket_group weightcache, then restart the agents"
-        return problem("rights", "the sockets belong to the group of root: only root may attach", advice)
-    if user in wanted.gr_mem:
-        return problem("rights", f"{user} joined {wanted.gr_name}, but after this login", "log out and in again")
-    return problem(
-        "rights",
-        f"{user} is not in the group {wanted.gr_name}",
-        f"usermod -aG {wanted.gr_name} {user}, then log in again",
-    )
-
-
-def _exists(user: str) -> bool:
-    try:
-        pwd.getpwnam(user)
-    except KeyError:
-        return user.isascii() and user.isdigit()
-    return True
-
-
-def _group(gid: int) -> grp.struct_group:
-    try:
-        return grp.getgrgid(gid)
-    except KeyError:
-        return grp.struct_group((f"gid {gid}", "", gid, []))
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"

@@ -23,6 +23,11 @@ FILES_WANTED = 1024
 SHM_WANTED = 64 * 2**20
 DEV = Path("/dev")
 PROC = Path("/proc")
+PERSISTENCED = Path("/run/nvidia-persistenced/socket")
+LIBRARIES = tuple(
+    Path(folder)
+    for folder in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/nvidia/lib64")
+)
 
 
 def python() -> Finding:
@@ -115,6 +120,53 @@ def devices(config: Config) -> Iterator[Finding]:
                     f"{entry.gpu} is not in this machine",
                     f"present: {', '.join(sorted(present))}",
                 )
+
+
+def libraries() -> Iterator[Finding]:
+    """The driver's libraries, by their file names: an upgrade replaces them below a module that is still loaded."""
+    loaded = _module_version()
+    if not loaded:
+        return
+    for name in ("libcuda", "libnvidia-ml"):
+        versions = {found for folder in LIBRARIES if (found := _library_version(folder / f"{name}.so.1"))}
+        other = ", ".join(sorted(versions - {loaded}))
+        if loaded in versions:
+            yield ok(name, f"{loaded}, as the loaded module")
+        elif other:
+            yield problem(
+                name,
+                f"{other}, and the loaded module is {loaded}: new engines and loaders fail, those that run go on",
+                "what is resident stays good; plan `wcache drain` and then a reboot, or a reload of the module",
+            )
+
+
+def persistence() -> Iterator[Finding]:
+    """NVIDIA's persistence daemon, by its socket; a container may not show it."""
+    if not _module_version():
+        return
+    if PERSISTENCED.exists():
+        yield ok("nvidia-persistenced", "runs")
+    else:
+        text = "not seen: a GPU that nobody holds open is set up anew, for seconds, by whoever comes next"
+        yield note("nvidia-persistenced", text, "systemctl enable --now nvidia-persistenced")
+
+
+def _module_version() -> str:
+    """The version of the loaded kernel module; empty without one."""
+    try:
+        line = (PROC / "driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return ""
+    found = re.search(r"\s(\d+(?:\.\d+)+)\s", line)
+    return found[1] if found else ""
+
+
+def _library_version(link: Path) -> str:
+    try:
+        name = link.resolve(strict=True).name
+    except (OSError, RuntimeError):
+        return ""
+    return name.rpartition(".so.")[2] if re.search(r"\.so\.\d+(\.\d+)+$", name) else ""
 
 
 def _gpu_uuids() -> Iterator[str]:

@@ -113,6 +113,18 @@ def _weights(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".gguf"))
 
 
+def needed(config: Config) -> tuple[str, list[Path]]:
+    """What the loader has to be able to run (empty: unknown) and to read, as far as this user can list it."""
+    command = config.loader.command
+    program = (shutil.which(command[0], path=loader_environment(config).get("PATH")) or "") if command else ""
+    path = Path(_model_path(config) or "/nothing")
+    try:
+        files = [path / "config.json", *_weights(path)] if path.is_dir() else [path]
+        return program, [file for file in files if file.exists()]
+    except OSError:
+        return program, []
+
+
 def checkpoint(config: Config) -> Iterator[Finding]:
     """The configured model's files, as far as this user sees them."""
     subject, name = "checkpoint", _model_path(config)

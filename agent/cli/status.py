@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import pwd
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from weightcache import records
-from weightcache.cli import ranks
+from weightcache.cli import ranks, systemd
 from weightcache.cli.parsing import Parser, add_global, add_rank
-from weightcache.cli.text import coloured, count, duration, escape, moment, paint, progress, size, table
+from weightcache.cli.text import coloured, count, duration, escape, moment, paint, progress, size, table, user
 from weightcache.errors import AgentUnavailable, NotReady, StillLoading
 
 if TYPE_CHECKING:
     import argparse
 
+    from weightcache.cli.systemd import Units
     from weightcache.protocol import LeaseStatus, SetStatus
 
 DESCRIPTION = """\
@@ -24,7 +24,10 @@ Show the state of every rank of this host. A rank whose agent does not answer is
 
 states: empty, loading, ready, drained (by an operator), failed (the last load, or the configuration),
 degraded (the resident bytes failed verification); without an agent: stopped, or the state before it went away, or
-unknown."""
+unknown.
+
+kept, who holds the weights besides the engines: store (the agent, and systemd or the keeper: they outlive a crash of
+the agent), process (the agent alone), lost (the agent alone for now; `wcache doctor` says why)."""
 
 EPILOG = """\
 exit status:
@@ -33,7 +36,7 @@ exit status:
   75  some rank is loading, and all others are ready
   69  no agent answers at all"""
 
-HEADER = ("RANK", "STATE", "BACKEND", "GPU", "MODEL", "SETS", "SIZE", "ENGINES", "AGE")
+HEADER = ("RANK", "STATE", "BACKEND", "GPU", "MODEL", "SETS", "SIZE", "KEPT", "ENGINES", "AGE")
 RIGHT = ("RANK", "SETS", "SIZE", "ENGINES", "AGE")
 COLOURS = {"ready": "green", "loading": "yellow", "drained": "yellow", "failed": "red", "degraded": "red"}
 
@@ -54,10 +57,11 @@ def run(options: argparse.Namespace) -> int:
     site = ranks.open_site(options)
     ranks.warn_of_config(site)
     views = ranks.query_all(site, ranks.find_ranks(site) if options.rank is None else [options.rank])
+    down = [view.status.rank for view in views if isinstance(view.reason, AgentUnavailable)]
     if options.json:
         print(json.dumps({"schema": 1, "ranks": [_plain(view) for view in views]}, indent=2))
     elif views:
-        print("\n".join(_lines(views)))
+        print("\n".join(_lines(views, systemd.of_ranks(site, down))))
     if all(view.agent == "down" for view in views):
         # Leaves with the sentence of the first agent that is there but refuses this user or speaks another protocol.
         told = [view.reason for view in views if view.reason and not isinstance(view.reason, AgentUnavailable)]
@@ -73,14 +77,14 @@ def _plain(view: ranks.RankView) -> dict[str, Any]:
     return {**records.to_plain(view.status), "agent": view.agent}
 
 
-def _lines(views: list[ranks.RankView]) -> list[str]:
+def _lines(views: list[ranks.RankView], units: Units) -> list[str]:
     lines = table(HEADER, [_row(view) for view in views], RIGHT)
     if coloured(sys.stdout):
         for i, view in enumerate(views, 1):
             if colour := COLOURS.get(view.status.state):
                 lines[i] = paint(lines[i], view.status.state, colour)
     for view in views:
-        lines += [f"rank {view.status.rank}: {line}" for line in _details(view)]
+        lines += [f"rank {view.status.rank}: {line}" for line in _details(view, units)]
     return lines
 
 
@@ -96,6 +100,7 @@ def _row(view: ranks.RankView) -> tuple[str, ...]:
         escape(status.model) or "-",
         str(len(status.sets)),
         size(sum(entry.bytes for entry in status.sets)),
+        escape(status.kept) if status.sets else "-",
         str(leases),
         "-" if newest is None else duration(time.time() - newest),
     )
@@ -106,23 +111,42 @@ def _why_down(view: ranks.RankView) -> str:
     return "down" if isinstance(view.reason, AgentUnavailable) else "not to be asked"
 
 
-def _details(view: ranks.RankView) -> list[str]:
+def _details(view: ranks.RankView, units: Units) -> list[str]:
     status = view.status
     lines = []
     if view.agent == "down":
         known = f"last known {duration(time.time() - view.known_at)} ago" if view.known_at else "nothing known"
         lines.append(f"agent {_why_down(view)}, {known}: {escape(view.reason.message if view.reason else '')}")
+        lines += _unit_lines(status.rank, units)
+    elif status.sets and status.kept == "lost":
+        lines.append("NOT safe from a crash: the service manager does not hold the descriptors (`wcache doctor`)")
     for entry in status.sets:
         lines.append(_set_line(entry))
+        if entry.suspect:
+            lines.append(f"  suspect, and being examined: {escape(entry.suspect)}")
         lines += [f"  {_lease_line(lease)}" for lease in entry.leases]
     lines += [f"engine of a set that is gone: {_lease_line(lease)}" for lease in status.orphans]
     if status.progress is not None:
         lines.append(f"loading: {progress(status.progress)}")
     if status.drained is not None:
-        lines.append(f"drained by {_user(status.drained.uid)} at {moment(status.drained.at)}; `wcache resume` ends it")
+        lines.append(f"drained by {user(status.drained.uid)} at {moment(status.drained.at)}; `wcache resume` ends it")
     if status.error is not None and not (view.reason and status.error.message == view.reason.message):
-        lines.append(f"{escape(status.state)}: {escape(status.error.message)} [{escape(status.error.code)}]")
+        label = status.state if status.state in ("failed", "degraded") else "error"
+        lines.append(f"{label}: {escape(status.error.message)} [{escape(status.error.code)}]")
     return lines
+
+
+def _unit_lines(rank: int, units: Units) -> list[str]:
+    """Whether anything starts the agent of a rank that is down."""
+    service, listener = units.service(rank), units.socket(rank)
+    if service is None or listener is None:
+        return []
+    if service["ActiveState"] != "inactive":
+        gone = "" if service.number("NFileDescriptorStore") else ", and systemd keeps no weights for it"
+        return [f"{service.name} is {service.state}{gone}"]
+    if listener.active:
+        return [f"{service.name} is not running; {listener.name} listens, so the next attach starts it"]
+    return [f"{service.name} and its socket are stopped: nothing starts it but `systemctl start {listener.name}`"]
 
 
 def _set_line(entry: SetStatus) -> str:
@@ -137,11 +161,4 @@ def _set_line(entry: SetStatus) -> str:
 def _lease_line(lease: LeaseStatus) -> str:
     unit = f", {escape(lease.unit)}" if lease.unit else ""
     held = duration(time.time() - lease.since)
-    return f"engine {lease.pid} ({_user(lease.uid)}{unit}) for {held}: {escape(lease.command)}"
-
-
-def _user(uid: int) -> str:
-    try:
-        return escape(pwd.getpwuid(uid).pw_name)
-    except (KeyError, OverflowError):
-        return f"uid {uid}"
+    return f"engine {lease.pid} ({user(lease.uid)}{unit}) for {held}: {escape(lease.command)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import time
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,14 @@ def moment(epoch: float) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(epoch))
     except (OverflowError, ValueError, OSError):
         return "an impossible time"
+
+
+def user(uid: int) -> str:
+    """A user's name, if there is one."""
+    try:
+        return escape(pwd.getpwuid(uid).pw_name)
+    except (KeyError, OverflowError):
+        return f"uid {uid}"
 
 
 def count(number: int, noun: str) -> str:

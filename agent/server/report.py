@@ -90,6 +90,7 @@ def _set(resident: ResidentSet) -> SetStatus:
         load_seconds=info.load_seconds,
         bytes_read=info.bytes_read,
         leases=tuple(lease.status for lease in resident.leases.values()),
+        suspect=resident.suspect[:500],
     )
 
 

@@ -57,7 +57,7 @@ def test_all_well(host, loader, make_status, tmp_path):
     assert got.err == ""
     lines = got.out.splitlines()
     assert lines[-1] == "no problem"
-    assert all(re.match(r"(ok|note)  +\S|          -> ", line) for line in lines[:-1]), got.out
+    assert all(re.match(r"(ok|note)  +\S| {11}-> ", line) for line in lines[:-1]), got.out
     for line in [
         f"ok       python: {sys.version.split()[0]} at {sys.executable}",
         f"ok       configuration: {host.config} is valid",

@@ -20,8 +20,9 @@ def test_ready(host, make_status, make_set, make_lease):
     got = host.wcache("status")
     assert (got.status, got.err) == (0, "")
     header, row, *rest = got.out.splitlines()
-    assert header.split() == ["RANK", "STATE", "BACKEND", "GPU", "MODEL", "SETS", "SIZE", "ENGINES", "AGE"]
-    assert re.split(r"  +", row.strip()) == ["0", "ready", "host", "-", "/models/small", "1", "0.27 GB", "2", "60 min"]
+    assert header.split() == ["RANK", "STATE", "BACKEND", "GPU", "MODEL", "SETS", "SIZE", "KEPT", "ENGINES", "AGE"]
+    shown = ["0", "ready", "host", "-", "/models/small", "1", "0.27 GB", "process", "2", "60 min"]
+    assert re.split(r"  +", row.strip()) == shown
     assert row.index("ready") == header.index("STATE")
     assert rest[0].startswith(
         "rank 0: set s1abcd (target, version 1) of /models/small: 213 tensors, 0.27 GB in 1 arena"
