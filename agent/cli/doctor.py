@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DESCRIPTION = """\
-Look at everything that has to be in place: Python, the configuration, the agents, their units and their sockets, this
-user's rights, the loader's command, its environment and its user, the checkpoint, memory, devices and driver; and say
-whose the memory is that no process seems to own. Each line says ok, problem or
-note; a problem comes with what to do about it. Nothing is changed, and no GPU is opened by this process (the loader's
-command looks at the GPUs, in its own environment; it gets 120 s).
+Look at everything that has to be in place: Python, the configuration, the agents, their units and sockets, this user's
+rights, the loader's command, its environment and its user, the checkpoint, memory, devices and driver; and say whose
+the memory is that no process seems to own. Each line says ok, problem or note; a problem comes with what to do about
+it. Nothing is changed, and no GPU is opened by this process (the loader's command looks at the GPUs, in its own
+environment; it gets 120 s).
 
 Run it as the user who has the trouble: the rights that are looked at are this user's."""
 

@@ -108,9 +108,8 @@ def loader(units: Units, program: str, files: Sequence[Path]) -> Iterator[Findin
         groups = set(os.getgrouplist(name, entry.pw_gid))
         groups |= {grp.getgrnam(group).gr_gid for group in units.loader["SupplementaryGroups"].split()}
     except KeyError as error:
-        yield problem(
-            "loader", f"the user or a group of weightcache-loader@.service is missing ({error})", "systemd-sysusers"
-        )
+        text = f"the user or a group of weightcache-loader@.service does not exist: {error.args[0]}"
+        yield problem("loader", text, "systemd-sysusers makes those of the package; your own come from a drop-in")
         return
     refused = _first_refused(entry, groups, program, files)
     if refused:

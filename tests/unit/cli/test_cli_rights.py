@@ -73,7 +73,10 @@ def test_a_loader_unit_of_root_or_of_nobody_known(tmp_path):
     assert list(doctor_rights.loader(systemd.Units(), "/none", [tmp_path])) == []
     assert list(doctor_rights.loader(units(User=""), "/none", [tmp_path])) == []
     [found] = doctor_rights.loader(units(User="nosuchuser"), "", [])
-    assert (found.status, found.advice) == ("problem", "systemd-sysusers")
+    assert (found.status, found.advice) == (
+        "problem",
+        "systemd-sysusers makes those of the package; your own come from a drop-in",
+    )
     [found] = doctor_rights.loader(units(SupplementaryGroups="nosuchgroup"), "", [])
     assert "nosuchgroup" in found.text
 
