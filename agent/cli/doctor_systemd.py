@@ -100,7 +100,7 @@ def _store(status: RankStatus | None, service: Unit) -> Iterator[Finding]:
     raise_it = f"systemctl edit {service.name}: [Service] FileDescriptorStoreMax={max(1024, 2 * needed)}"
     if most < (needed if sets else 1):
         text = f"FileDescriptorStoreMax={most}, and {needed} are needed: the weights would not outlive the agent"
-        yield problem(service.name, text, f"{raise_it}; restart nothing before all are stored (`wcache status`: kept)")
+        yield problem(service.name, text, f"{raise_it}; restart nothing before `wcache doctor` is content")
     elif stored < wanted or (status and status.kept == "lost"):
         text = f"systemd holds {stored} descriptors, and the weights have {wanted}: they would not outlive the agent"
         advice = "the agent stores them again by itself when it sees that; if it does not, evict them and load again"
