@@ -52,6 +52,11 @@ class RankPaths:
         """Exists after a load failed, so that a restarted agent does not load again by itself."""
         return self.directory / f"{self.rank}.failed"
 
+    @property
+    def damage_marker(self) -> Path:
+        """Names a resident set that must not be given out, so that a restarted agent knows it too."""
+        return self.directory / f"{self.rank}.damaged"
+
 
 def runtime_dir() -> Path:
     """$WEIGHTCACHE_RUNTIME_DIR, or /run/weightcache where it exists, or a private directory of this user."""

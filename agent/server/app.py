@@ -20,6 +20,7 @@ from weightcache.transport import close_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
+    from pathlib import Path
 
     from weightcache.server.journal import Event
     from weightcache.server.keeper import Keeper
@@ -42,6 +43,14 @@ class FailedLoad:
     at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """The damage marker: which set must not be given out, and why."""
+
+    set_id: str
+    reason: str
+
+
 class Agent:
     """The state of one rank. All methods run on the event loop; none of them waits for a peer."""
 
@@ -62,6 +71,7 @@ class Agent:
         self.leaving: WeightcacheError | None = None
         """Why nothing is given out or loaded any more: the agent is about to end."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._optional: set[asyncio.Task[Any]] = set()
         self._releases: set[asyncio.Task[None]] = set()
         self._announced: State | None = None
 
@@ -119,10 +129,13 @@ class Agent:
         for observer in self.observers:
             observer()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``work`` beside everything else; kept referenced until it is done."""
+    def spawn(self, work: Coroutine[Any, Any, None], optional: bool = False) -> asyncio.Task[None]:
+        """Run ``work`` beside everything else; kept referenced until it is done. A stop gives up what is optional."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
+        if optional:
+            self._optional.add(task)
+            task.add_done_callback(self._optional.discard)
         task.add_done_callback(self._finished)
         return task
 
@@ -132,7 +145,9 @@ class Agent:
             log.error("internal error in the background", exc_info=error)
 
     async def background(self) -> None:
-        """Wait for everything that was spawned."""
+        """Wait for everything that was spawned, and give up what is optional."""
+        for task in self._optional:
+            task.cancel()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
@@ -178,8 +193,13 @@ class Agent:
 
     def adopt(self, sets: Iterable[Complete]) -> None:
         """Take over what an earlier agent published, as it was."""
+        known = markers.read(self.settings.paths.damage_marker, Damage, Damage("", ""))
         for complete in sets:
             made = self.sets.add(complete)
+            if known and known.set_id == made.id:
+                made.damage = known.reason
+            elif self.settings.config.policy.verify_adopted == "before-ready" and self.settings.config.loader.command:
+                made.suspect = "an earlier agent left it"
             log.info(
                 "set %s %s version %d adopted: %d bytes in %d arenas",
                 made.id,
@@ -246,10 +266,16 @@ class Agent:
 
     def forget_failure(self) -> None:
         """A load succeeded, or somebody asked for a new one."""
+        _remove(self.settings.paths.failed_marker)
+
+    def condemn(self, resident: ResidentSet, reason: str) -> None:
+        """Give a set out no more, also not after a restart."""
+        resident.damage = reason
         try:
-            markers.remove(self.settings.paths.failed_marker)
+            markers.write(self.settings.paths.damage_marker, Damage(resident.id, reason))
         except OSError as problem:
-            log.warning("cannot remove %s: %s", self.settings.paths.failed_marker, problem)
+            log.warning("cannot write %s: %s", self.settings.paths.damage_marker, problem)
+        self.touch()
 
     def dispose(self, fds: Sequence[int]) -> None:
         """Close descriptors in a thread: the last close of device memory may take as long as the driver likes."""
@@ -298,6 +324,8 @@ class Agent:
     def drop(self, resident: ResidentSet) -> asyncio.Task[None]:
         """Forget a set at once and close its descriptors behind; leases on it live on as orphans."""
         self.sets.remove(resident)
+        if resident.damage:
+            _remove(self.settings.paths.damage_marker)
         self.orphans.update(resident.leases)
         dropped = event("set-dropped", set=resident.id, bytes=resident.bytes)
         log.info("set %s dropped: %d bytes", resident.id, resident.bytes, extra=dropped)
@@ -312,6 +340,13 @@ class Agent:
             await self.keeper.forget(resident.id)
         finally:
             await resident.close()
+
+
+def _remove(marker: Path) -> None:
+    try:
+        markers.remove(marker)
+    except OSError as problem:
+        log.warning("cannot remove %s: %s", marker, problem)
 
 
 def _of_set(resident: ResidentSet) -> dict[str, str | int]:

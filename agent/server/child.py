@@ -58,7 +58,7 @@ class Child:
         elif self._reason:
             how = self._reason
         elif self.status is None:
-            how = "was killed together with its supervisor (out of memory?)"
+            how = "ended without a word (killed for memory, or never started: journalctl -u 'weightcache-loader@*')"
         elif self.status < 0:
             how = f"ended with signal {-self.status} ({_signal_name(-self.status)})"
         else:

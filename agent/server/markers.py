@@ -23,7 +23,10 @@ def replace(path: Path, text: str, mode: int = 0o644, gid: int | None = None) ->
         with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
             if gid is not None:
-                os.fchown(file.fileno(), -1, gid)
+                with contextlib.suppress(
+                    OSError
+                ):  # fewer may read it than was meant, which is no reason to write nothing
+                    os.fchown(file.fileno(), -1, gid)
             os.fchmod(file.fileno(), mode)
         temporary.rename(path)
     except BaseException:

@@ -52,7 +52,9 @@ def one_line(agent: Agent) -> str:
     note = " (NOT safe from a crash: the service manager does not hold the descriptors)" * (agent.keeper.kept == "lost")
     if agent.drained:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(agent.drained.at))
-        return f"drained by uid {agent.drained.uid} at {at}, until `wcache resume`"
+        engines = sum(len(resident.leases) for resident in agent.sets)
+        using = f", {engines} engines still use the weights" * bool(engines)
+        return f"drained by uid {agent.drained.uid} at {at}, until `wcache resume`{using}"
     if production := agent.production:
         return f"loading: {_progress(production.now())}"
     held = ", ".join(

@@ -60,7 +60,7 @@ async def judge(agent: Agent, lease: Lease, words: str, pidfd: int | None) -> No
     resident.deaths += 1
     reason = f"pid {lease.status.pid}, attached for {time.time() - lease.status.since:.0f} s, {words}"
     log.warning("set %s is suspect: %s", resident.id, reason, extra=event("suspected", set=resident.id, reason=reason))
-    agent.spawn(_examine(agent, resident, reason))
+    agent.spawn(_examine(agent, resident, reason), optional=True)
 
 
 async def _examine(agent: Agent, resident: ResidentSet, reason: str) -> None:
@@ -70,9 +70,10 @@ async def _examine(agent: Agent, resident: ResidentSet, reason: str) -> None:
         async with agent.verifying:
             await verify.check(agent, resident)
         if resident.deaths >= 2:
-            resident.damage = (
+            agent.condemn(
+                resident,
                 f"{resident.deaths} engines in a row died soon after they attached to set {resident.id}, although its "
-                f"bytes are as published; the last: {reason}"
+                f"bytes are as published; the last: {reason}",
             )
     except DamagedSet:
         verify.heal(agent, resident)

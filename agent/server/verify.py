@@ -60,18 +60,24 @@ async def adopted(agent: Agent) -> None:
     elif agent.settings.config.policy.verify_adopted == "before-ready":
         await _adopted(agent)
     else:
-        agent.spawn(_adopted(agent))
+        agent.spawn(_adopted(agent), optional=True)
 
 
 async def _adopted(agent: Agent) -> None:
     async with agent.verifying:
         for resident in agent.sets:
+            if resident.damage:  # known from the earlier agent
+                heal(agent, resident)
+                continue
             try:
                 await check(agent, resident)
             except DamagedSet:
                 heal(agent, resident)
             except WeightcacheError:
                 continue  # it says nothing about the bytes: a broken loader, or libraries newer than the driver
+            finally:
+                resident.suspect = ""
+                agent.touch()
 
 
 def heal(agent: Agent, resident: ResidentSet) -> None:
@@ -96,8 +102,7 @@ async def check(agent: Agent, resident: ResidentSet) -> None:
         failed = event("verification-failed", set=resident.id, code=error.code)
         log.error("verification failed: %s", error.message, extra=failed)  # noqa: TRY400 - a sentence, no traceback
         if isinstance(error, DamagedSet):
-            resident.damage = error.message
-            agent.touch()
+            agent.condemn(resident, error.message)
         raise
     seconds = time.monotonic() - started
     found = event("verified", set=resident.id, bytes=resident.bytes, seconds=round(seconds, 3))
@@ -117,12 +122,16 @@ async def _check(agent: Agent, resident: ResidentSet) -> None:
         *("--backend", resident.record.backend),
         *("--json", "--announce"),
     ]
-    child = await start(
-        command,
-        loads.environment(settings, resident.record.backend, resident.record.gpu),
-        lambda line: log.info("check: %s", line),
-        settings.loader_socket,
-    )
+    verdict: dict[str, object] = {}
+
+    def take(line: str) -> None:
+        log.info("check: %s", line)
+        if body := _object(line):
+            verdict.clear()
+            verdict.update(body)
+
+    environment = loads.environment(settings, resident.record.backend, resident.record.gpu)
+    child = await start(command, environment, take, settings.loader_socket)
     try:
         limit = min(loader.timeout_seconds, LONGEST_CHECK_SECONDS)
         await first(child.exited, seconds=limit)
@@ -132,7 +141,6 @@ async def _check(agent: Agent, resident: ResidentSet) -> None:
         await child.stop()
     if child.status == 0:
         return
-    verdict = _verdict(list(child.lines))
     if verdict.get("code") in (DamagedSet.code, AttachFailed.code):
         raise DamagedSet(f"set {resident.id} is damaged: {str(verdict.get('message', 'digests differ'))[:2000]}")
     if verdict.get("code") == ARMED and child.status is not None and -child.status in _FAULTS:
@@ -140,13 +148,10 @@ async def _check(agent: Agent, resident: ResidentSet) -> None:
     raise WeightcacheError(f"the check of set {resident.id} {child.describe()}")
 
 
-def _verdict(lines: list[str]) -> dict[str, object]:
-    """The last JSON line of the check; empty if it said nothing."""
-    for line in reversed(lines):
-        try:
-            body = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(body, dict):
-            return body
-    return {}
+def _object(line: str) -> dict[str, object]:
+    """A line of output as JSON; empty if it is something else."""
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
