@@ -117,7 +117,7 @@ def test_no_gpu_on_a_cuda_configuration(sglang_version: str, tiny_model: Path, r
 
 def test_a_loader_that_is_no_program(sglang_version: str, tiny_model: Path, runtime_dir: Path) -> None:
     with Agent(runtime_dir, model=tiny_model, command=("/nonexistent/python", "-m", "weightcache.loader")) as agent:
-        with pytest.raises(LoadFailed, match=r"'/nonexistent/python' cannot be started"):
+        with pytest.raises(LoadFailed, match=r"the loader cannot be started \('/nonexistent/python'"):
             agent.load()
         assert agent.status().state == "failed"
 
@@ -145,8 +145,7 @@ def test_a_load_ends_with_its_agent(sglang_version: str, smollm2: Path, runtime_
     with Agent(runtime_dir, model=smollm2) as agent:
         asker = threading.Thread(target=load_ignored, args=(agent,))
         asker.start()
-        processes = psutil.Process(agent.pid)
-        found = eventually(lambda: len(found := processes.children(recursive=True)) == 2 and found, 20.0)
+        found = loader_of(agent)
         agent.kill()
         asker.join(30)
         eventually(lambda: not any(map(psutil.Process.is_running, found)), 10.0, "the loader outlives its agent")
@@ -156,6 +155,12 @@ def load_ignored(agent: Agent) -> None:
     """Ask for a load whose answer will not come."""
     with contextlib.suppress(AgentUnavailable):
         agent.load()
+
+
+def loader_of(agent: Agent) -> list[psutil.Process]:
+    """The processes of the load: the loader's supervisor, below it the loader, below that SGLang."""
+    process = psutil.Process(agent.pid)
+    return eventually(lambda: found if len(found := process.children(recursive=True)) == 3 else [], 20.0, agent.text)
 
 
 def load_and_kill(agent: Agent, victim: str) -> str:
@@ -173,8 +178,7 @@ def load_and_kill(agent: Agent, victim: str) -> str:
     try:
         phases = ("loading", "packing") if victim == "sglang" else ("importing",)
         eventually(lambda: (told := agent.status().progress) and told.phase in phases, 120.0, agent.text)
-        processes = psutil.Process(agent.pid)
-        parent, sglang = eventually(lambda: len(found := processes.children(recursive=True)) == 2 and found, 20.0)
+        _, parent, sglang = loader_of(agent)
         (sglang if victim == "sglang" else parent).kill()
     finally:
         asker.join(60)
