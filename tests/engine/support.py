@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import re
 import subprocess
 import threading
@@ -18,6 +19,7 @@ from tests.support import smaps
 from tests.support.agent import Agent, eventually
 from tests.support.engine import Engine
 from tests.support.environments import NEWEST, environments
+from weightcache.checkpoint import SAMPLE_BYTES, SAMPLES
 
 PROMPTS = ("1, 2, 3, 4, 5, 6, 7, 8,", "The first ten letters of the alphabet are A, B, C,")
 """Continuations of which the model is sure: between any two best tokens lie at least 0.6.
@@ -179,6 +181,14 @@ def assert_maps(engine: Engine, inodes: frozenset[int], size: int) -> None:
     assert {mapping.permissions for mapping in arenas} == {"r--p"}
     assert sum(mapping.length for mapping in arenas) == size
     assert sum(mapping.anonymous for mapping in arenas) == 0
+
+
+def samples(file: Path) -> int:
+    """Pages that the identity of one safetensors file touches: its header, and samples that need not be aligned."""
+    with file.open("rb") as opened:
+        header = 8 + int.from_bytes(opened.read(8), "little")
+    pages = -(-header // mmap.PAGESIZE) + SAMPLES * (-(-SAMPLE_BYTES // mmap.PAGESIZE) + 1)
+    return pages * mmap.PAGESIZE
 
 
 class LoaderMemory:

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 
 import psutil
 
-from tests.support.engine import CPU_ARGUMENTS
+from tests.support.engine import CPU_ARGUMENTS, end_with_parent
 from tests.support.environments import NEWEST, engine_variables, environments
 from weightcache import protocol, transport
 from weightcache.client import Conversation
@@ -47,6 +47,7 @@ class Agent:
     ``folder`` has a short path and holds the configuration, the log and, in ``run``, the sockets; agents of several
     ranks may share it. Without ``model`` the agent holds only what engines donate. ``version`` chooses the SGLang that
     loads, ``command`` another loader, ``variables`` are added to the loader's, ``policy`` is the table of that name.
+    With ``keeper`` the agent runs under ``wcache keeper``, which ends with this process.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Agent:
         variables: Mapping[str, str] | None = None,
         policy: Mapping[str, Any] | None = None,
         arena_bytes: int = 0,
+        keeper: bool = False,
     ) -> None:
         self.rank = rank
         self.folder = folder
@@ -68,6 +70,7 @@ class Agent:
         self.paths = RankPaths(self.runtime_dir, rank)
         self.config = folder / f"{rank}.toml"
         self.log = folder / f"agent-{rank}.log"
+        self.keeper = keeper
         self._process: subprocess.Popen[bytes] | None = None
         needed = engine_variables()
         loader = {
@@ -89,14 +92,14 @@ class Agent:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The agent's process."""
+        """The process that was started: the keeper, or else the agent."""
         assert self._process is not None, "the agent was not started"
         return self._process
 
     @property
     def pid(self) -> int:
-        """Its number."""
-        return self.process.pid
+        """The agent's number. Under a keeper each agent has its own."""
+        return self.status().pid if self.keeper else self.process.pid
 
     @property
     def rss(self) -> int:
@@ -116,13 +119,26 @@ class Agent:
         """Start the process and wait until it answers."""
         command = [str(environments().agent), "-m", "weightcache.server", "--rank", str(self.rank)]
         command += ["--config", str(self.config), "--runtime-dir", str(self.runtime_dir)]
+        if self.keeper:
+            wcache = environments().agent.with_name("wcache")
+            command = [str(wcache), "keeper", "--listen", str(self.paths.public), "--", *command]
         kept = {
             k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "WEIGHTCACHE_", "PYTEST_", "PYTHON"))
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=kept
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=kept,
+                start_new_session=self.keeper,  # Ctrl-C is for whoever started this
+                preexec_fn=end_with_parent if self.keeper else None,
             )
+        return self.await_answer()
+
+    def await_answer(self) -> Self:
+        """Wait until an agent answers: the first one, or a keeper's next one."""
         eventually(self._answers, START_SECONDS, lambda: f"the agent does not answer\n{self.text()}")
         return self
 
@@ -174,9 +190,13 @@ class Agent:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def kill(self) -> None:
-        """SIGKILL it, and wait for its end."""
-        self.process.kill()
-        self.process.wait(20)
+        """SIGKILL it, and wait for its end. A keeper starts another one."""
+        agent = psutil.Process(self.pid)
+        agent.kill()
+        if self.keeper:
+            agent.wait(20)
+        else:
+            self.process.wait(20)
 
     def stop(self) -> None:
         """End it, as systemd would."""
@@ -186,7 +206,11 @@ class Agent:
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            self.kill()
+            if self.keeper:  # the second signal makes it kill the agent
+                self._process.send_signal(signal.SIGTERM)
+                self._process.wait(20)
+            else:
+                self.kill()
             raise
 
     def __enter__(self) -> Self:

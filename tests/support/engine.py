@@ -134,6 +134,14 @@ class Engine:
             raise EngineFailed(f"/generate answered {status}: {answer}\n{self.tail()}")
         return dict(answer)
 
+    def flush(self, timeout: float = 20.0) -> None:
+        """Forget what was computed for earlier prompts. Refused while the last request is still being finished."""
+        deadline = time.monotonic() + timeout
+        while (answer := self.post("/flush_cache", {}))[0] != 200:
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"/flush_cache answered {answer}\n{self.tail()}")
+            time.sleep(0.05)
+
     def get(self, path: str, timeout: float = 30.0) -> tuple[int, Any]:
         """Status and decoded body of a GET."""
         return self._request(urllib.request.Request(self._url(path)), timeout)
