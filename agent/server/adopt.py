@@ -66,10 +66,14 @@ def sort_out(stored: Sequence[tuple[str, int]]) -> Adoption:
     if told := ", ".join(name[:40] for name in useless if not name.startswith(CANARY)):
         log.warning("closing descriptors that belong to no complete set: %s", told)
     return Adoption(
-        sets=tuple(sorted(sets, key=lambda a: (a.complete.record.published_at, a.complete.record.version))),
+        sets=tuple(sorted(sets, key=lambda a: (a.complete.record.published_at, _place(a.complete.record)))),
         fds=tuple(fd for _, fd in stored if fd not in used),
         names=tuple(useless),
     )
+
+
+def _place(record: Record) -> int:
+    return [*record.companions, record.id].index(record.id)
 
 
 def _complete(set_id: str, named: dict[str, int]) -> Complete:

@@ -55,11 +55,14 @@ class Readiness:
         self._report()
         agent = self._agent
         began = self._begin() if load else None
+        holding = len(agent.sets) > 0
         await prepared
         if activated and not began:
-            began = await self._requested()
-        if began:
-            await self._loading(began)
+            await self._requested()
+        # Also the load that this start was for, or one that replaces a damaged set. A donor's is its own affair.
+        production = began or (agent.production if activated or holding else None)
+        if production and production.source == "loader":
+            await self._loading(production)
         elif load and agent.settings.error and not len(agent.sets):
             raise ConfigError(agent.settings.error.message)
         await self._manager.ready()
@@ -73,12 +76,11 @@ class Readiness:
             log.warning("nothing is loaded at start: %s", error.message)
             return None
 
-    async def _requested(self) -> Production | None:
-        """The load that the first clients ask for, if they do."""
+    async def _requested(self) -> None:
+        """Wait for the load that the first clients ask for, if they do."""
         deadline = time.monotonic() + ACTIVATION_SECONDS
         while (left := deadline - time.monotonic()) > 0 and not self._agent.production:
             await self._agent.changes.wait(left)
-        return self._agent.production
 
     async def _loading(self, production: Production) -> None:
         seen = None
