@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import weightcache
 from tests.unit.server.harness import Agent
+from tests.unit.server.kept import Kept, Managed
 
 
 @pytest.fixture(scope="session")
@@ -23,5 +25,33 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def agent(runtime_dir: Path, named: Path) -> Iterator[Agent]:
     """An agent that is not started yet."""
     found = Agent(runtime_dir, named)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def named_with_sdnotify(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with the library that an agent below a service manager needs."""
+    folder = tmp_path_factory.mktemp("named")
+    (folder / "weightcache").symlink_to(Path(weightcache.__file__).resolve().parent)
+    found = importlib.util.find_spec("sdnotify")
+    if found is None or found.origin is None:
+        pytest.skip("the package sdnotify is not installed")
+    (folder / "sdnotify").symlink_to(Path(found.origin).parent)
+    return folder
+
+
+@pytest.fixture
+def kept(runtime_dir: Path, named_with_sdnotify: Path) -> Iterator[Kept]:
+    """An agent below `wcache keeper` that is not started yet."""
+    found = Kept(runtime_dir, named_with_sdnotify)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def managed(runtime_dir: Path, named_with_sdnotify: Path) -> Iterator[Managed]:
+    """An agent below a fake service manager that is not started yet."""
+    found = Managed(runtime_dir, named_with_sdnotify)
     yield found
     found.close()

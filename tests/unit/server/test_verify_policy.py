@@ -1,0 +1,220 @@
+"""Sets that outlived an agent are checked: when, and what follows from what the check says, or fails to say."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests.support import test_loader
+from tests.unit.server.harness import contents, eventually, gone
+from tests.unit.server.kept import Kept, Managed, Supervised
+from weightcache import protocol
+from weightcache.errors import Degraded
+
+GOOD = [test_loader.arena_bytes(0, number, size) for number, size in enumerate(test_loader.ARENAS)]
+
+
+def script(text: str) -> dict[str, Any]:
+    """A loader whose check is a shell script."""
+    return {"command": ["/bin/sh", "-c", text]}
+
+
+def verified(agent: Supervised) -> int:
+    return agent.text().count(" verified: ")
+
+
+def held(kept: Kept, **more: Any) -> str:
+    """An agent that holds a set; the next one has another configuration."""
+    kept.start("--load")
+    set_id = kept.await_state("ready").sets[0].id
+    kept.configure(**more)
+    return set_id
+
+
+def test_in_the_background(kept: Kept) -> None:
+    """It serves meanwhile."""
+    set_id = held(kept)
+    kept.gate("checking")
+    kept.kill()
+    kept.reached("checking")
+    assert kept.status().state == "ready"
+    with kept.attach() as engine:
+        assert contents(engine) == GOOD
+    assert verified(kept) == 0
+    kept.open("checking")
+    eventually(lambda: verified(kept) == 1)
+    assert f"set {set_id} verified: 131072 bytes" in kept.text()
+    assert kept.loads() == 1
+
+
+def test_before_ready(managed: Managed) -> None:
+    managed.start("--load")
+    managed.await_ready()
+    assert verified(managed) == 0  # its loader has just written it
+    managed.stop(signal.SIGKILL)
+    managed.configure(policy={"verify_adopted": "before-ready"})
+    managed.gate("checking")
+    managed.start("--load")
+    managed.reached("checking")
+    time.sleep(0.1)
+    assert not managed.ready()
+    managed.open("checking")
+    managed.await_ready()
+    assert verified(managed) == 1
+    assert managed.loads() == 1
+
+
+@pytest.mark.parametrize("policy", ["background", "before-ready"])
+def test_a_stop_does_not_wait_for_a_check(managed: Managed, policy: str) -> None:
+    managed.start("--load")
+    managed.await_ready()
+    managed.stop(signal.SIGKILL)
+    managed.configure(policy={"verify_adopted": policy})
+    managed.gate("checking")
+    managed.start()
+    checker = managed.reached("checking")
+    started = time.monotonic()
+    assert managed.stop() == 0
+    assert time.monotonic() - started < 5
+    assert gone(checker)
+
+
+@pytest.mark.parametrize("mode", ["wrong-digest", "check-fault"])
+def test_damage_is_replaced(kept: Kept, mode: str) -> None:
+    """Once: what is loaded then is not checked again."""
+    kept.configure({"WCTEST_MODE": "wrong-digest"})
+    set_id = held(kept, environment={"WCTEST_MODE": mode} if mode == "check-fault" else {})
+    kept.kill()
+    eventually(lambda: [s.id for s in kept.status().sets] not in ([], [set_id]))
+    [second] = kept.await_state("ready").sets
+    assert second.version == 2
+    assert kept.loads() == 2
+    assert "is damaged" in kept.text()
+    with kept.attach() as engine:
+        assert contents(engine) == GOOD
+    # And the damaged one is gone from the store too.
+    kept.configure()
+    assert [s.id for s in kept.kill().sets] == [second.id]
+    eventually(lambda: verified(kept) == 1)
+
+
+def test_damage_is_replaced_before_ready(managed: Managed) -> None:
+    """Up is up: the replacement is resident then."""
+    managed.configure({"WCTEST_MODE": "wrong-digest"})
+    managed.start("--load")
+    first = managed.await_ready().sets[0].id
+    managed.stop(signal.SIGKILL)
+    managed.configure(policy={"verify_adopted": "before-ready"})
+    managed.gate("loading")
+    managed.start("--load")
+    managed.reached("loading")
+    time.sleep(0.1)
+    assert not managed.ready()
+    managed.open("loading")
+    status = managed.await_ready()
+    assert status.state == "ready"
+    assert [s.id for s in status.sets] != [first]
+    assert managed.loads() == 2
+
+
+@pytest.mark.parametrize("policy", ["background", "before-ready"])
+def test_damage_is_held(managed: Managed, policy: str) -> None:
+    """Nothing is given out, and nothing loaded, until somebody decides."""
+    managed.configure({"WCTEST_MODE": "wrong-digest"})
+    managed.start("--load")
+    set_id = managed.await_ready().sets[0].id
+    managed.stop(signal.SIGKILL)
+    managed.configure(policy={"verify_adopted": policy, "damaged": "hold"})
+    managed.start("--load")
+    managed.await_ready()
+    status = managed.await_state("degraded")
+    assert [s.id for s in status.sets] == [set_id]
+    with pytest.raises(Degraded, match=f"damaged weights .set {set_id}.*wcache evict"):
+        managed.attach()
+    eventually(lambda: managed.manager.status.startswith("degraded: "))
+    managed.ask(protocol.Evict(None))
+    assert managed.loads() == 1
+    managed.load()
+    assert managed.status().state == "ready"
+
+
+ARMED = 'echo \'{"code": "armed"}\'; '
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("echo no driver >&2; exit 69", "ended with status 69: no driver"),
+        ("kill -SEGV $$", "ended with signal 11 (SIGSEGV)"),
+        ('echo \'{"code": "ok"}\'; exit 1', "ended with status 1"),
+        (ARMED + "exit 70", "ended with status 70"),
+        (ARMED + "kill -KILL $$", "ended with signal 9 (SIGKILL)"),
+        ("head -c 300000 /dev/urandom; exit 1", "ended with status 1"),
+    ],
+)
+def test_a_check_that_says_nothing_about_the_bytes(kept: Kept, text: str, sentence: str) -> None:
+    set_id = held(kept, loader=script(text))
+    kept.kill()
+    eventually(lambda: f"verification failed: the check of set {set_id} {sentence}" in kept.text())
+    status = kept.status()
+    assert (status.state, [s.id for s in status.sets], status.error) == ("ready", [set_id], None)
+    with kept.attach() as engine:
+        assert contents(engine) == GOOD
+    assert kept.loads() == 1
+
+
+@pytest.mark.parametrize(
+    ("loader", "sentence"),
+    [
+        ({"command": ["/nowhere/loader"]}, "cannot be started ('/nowhere/loader': No such file or directory)"),
+        ({"command": []}, "what was adopted is not verified: [loader] command is not set"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["background", "before-ready"])
+def test_a_check_that_cannot_run(managed: Managed, loader: dict[str, Any], sentence: str, policy: str) -> None:
+    managed.start("--load")
+    set_id = managed.await_ready().sets[0].id
+    managed.stop(signal.SIGKILL)
+    managed.configure(
+        loader=loader, policy={"verify_adopted": policy}, **({} if loader["command"] else {"model": None})
+    )
+    managed.start("--load")
+    managed.await_ready()
+    eventually(lambda: sentence in managed.text())
+    status = managed.status()
+    assert (status.state, [s.id for s in status.sets]) == ("ready", [set_id])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ARMED + "kill -SEGV $$",
+        ARMED + "kill -BUS $$",
+        ARMED + "seq 100; kill -SEGV $$",  # the last words of a runtime that prints its stack
+        'echo \'{"code": "attach-failed", "message": "cannot map"}\'; exit 1',
+    ],
+)
+def test_a_check_that_dies_of_the_set(kept: Kept, text: str) -> None:
+    set_id = held(kept, loader=script(text), policy={"damaged": "hold"})
+    kept.kill()
+    status = kept.await_state("degraded")
+    assert status.error is not None
+    assert status.error.code == "damaged"
+    assert set_id in status.error.message
+    assert kept.loads() == 1
+
+
+def test_a_set_that_goes_while_it_is_checked(kept: Kept) -> None:
+    held(kept)
+    kept.gate("checking")
+    kept.kill()
+    kept.reached("checking")
+    kept.ask(protocol.Evict(None))
+    kept.open("checking")
+    eventually(lambda: "verification failed" in kept.text())
+    status = kept.status()
+    assert (status.state, status.error) == ("empty", None)
+    assert kept.loads() == 1
