@@ -116,7 +116,8 @@ class Manager:
         fd = self._socket().fileno()
         loop.add_writer(fd, lambda: None if room.done() else room.set_result(None))
         try:
-            await asyncio.wait_for(room, max(deadline - time.monotonic(), 0))
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                await room
         except TimeoutError:
             raise WeightcacheError(f"the service manager read no messages for {SEND_SECONDS:g} s") from None
         finally:
@@ -166,12 +167,21 @@ def hung_up(reader: int) -> bool:
     return bool(poll.poll(0))
 
 
+async def hangs_up(reader: int, seconds: float) -> bool:
+    """Whether the last copy of the other end of a pipe is closed, or will be within ``seconds``."""
+    with contextlib.suppress(TimeoutError):
+        await _hangup(reader, seconds)
+    return hung_up(reader)
+
+
 async def _hangup(reader: int, seconds: float) -> None:
     loop = asyncio.get_running_loop()
     closed: asyncio.Future[None] = loop.create_future()
     loop.add_reader(reader, lambda: None if closed.done() else closed.set_result(None))
     try:
-        await asyncio.wait_for(closed, seconds)
+        # Not wait_for(): until Python 3.12 it loses a cancellation that comes together with the result.
+        async with asyncio.timeout(seconds):
+            await closed
     finally:
         with contextlib.suppress(OSError):
             loop.remove_reader(reader)
