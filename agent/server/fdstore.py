@@ -36,6 +36,12 @@ CANARY = "canary."
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 30.0
 ATTEMPTS = 5
+REFUSAL_SECONDS = 0.1
+"""How long a hang-up may come behind the refusal that it tells of."""
+
+PROBE_SECONDS = 10.0
+"""How long a loss may go unnoticed that left the canary where it is."""
+
 SPARE = 2
 """Descriptors beside the sets': the canary and its successor."""
 
@@ -69,6 +75,7 @@ class FdStore:
         self._holding = True
         self._lock = asyncio.Lock()
         self._refilling: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
 
     @property
     def kept(self) -> str:
@@ -87,6 +94,7 @@ class FdStore:
             planted = await self._plant()
         if planted is not _Planted.HOLDS:
             self._lost()
+        self._probing = asyncio.get_running_loop().create_task(self._probe())
 
     async def keep(self, sets: Sequence[Complete]) -> None:
         """Store the sets of one commit. Raises StoreRejected where the manager has no room; nothing of them stays."""
@@ -118,9 +126,10 @@ class FdStore:
 
     async def close(self) -> None:
         """End the watch; the store keeps what it has."""
-        if self._refilling:
-            self._refilling.cancel()
-            await asyncio.wait({self._refilling})
+        for task in (self._probing, self._refilling):
+            if task:
+                task.cancel()
+                await asyncio.wait({task})
         self._unwatch()
         while self._entries:
             os.close(self._entries.popitem()[1].record)
@@ -164,11 +173,12 @@ class FdStore:
             finally:
                 os.close(writer)
             await self._manager.barrier()
+            # systemd 254 and later, which say their limit, close what they refuse in a helper, maybe after the barrier.
+            held = not await notify.hangs_up(reader, 0.0 if self._manager.limit is None else REFUSAL_SECONDS)
         except BaseException:
             os.close(reader)
             self._stale.append(name)  # it may still arrive
             raise
-        held = not notify.hung_up(reader)
         emptied = self._emptied or (self._canary is not None and notify.hung_up(self._canary[1]))
         self._emptied = False
         if held or emptied:
@@ -211,6 +221,22 @@ class FdStore:
         if self._refilling is None or self._refilling.done():
             self._refilling = asyncio.get_running_loop().create_task(self._refill())
 
+    async def _probe(self) -> None:
+        """Plant a new canary from time to time.
+
+        A daemon-reload with a smaller limit drops what is oldest, and may keep the canary; but then the store is full.
+        """
+        while True:
+            await asyncio.sleep(PROBE_SECONDS)
+            try:
+                async with self._lock:
+                    planted = await self._plant()
+            except WeightcacheError as error:
+                log.warning("cannot ask the descriptor store: %s", error.message)
+                continue
+            if planted is not _Planted.HOLDS:
+                self._lost()
+
     async def _refill(self) -> None:
         delay = FIRST_RETRY_SECONDS
         while not await self._fill():
@@ -240,5 +266,5 @@ def _entry(complete: Complete) -> _Entry:
 def _rejected(why: str) -> StoreRejected:
     return StoreRejected(
         f"the service manager does not keep all descriptors ({why}): raise FileDescriptorStoreMax= in a drop-in of "
-        "this unit and run systemctl daemon-reload"
+        "this unit, run systemctl daemon-reload and restart the unit (which keeps what it holds)"
     )
