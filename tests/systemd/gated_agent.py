@@ -10,6 +10,7 @@ nothing at all until somebody writes to the FIFO:
     adopted      the store has confirmed them
 
 WCTEST_BLIND: the agent believes that the store took everything, as an agent without the canary would.
+WCTEST_PROBE: seconds between two looks at the store.
 """
 
 from __future__ import annotations
@@ -90,4 +91,5 @@ if __name__ == "__main__":
     install()
     if os.environ.get("WCTEST_BLIND"):
         blind()
+    fdstore.PROBE_SECONDS = float(os.environ.get("WCTEST_PROBE", fdstore.PROBE_SECONDS))
     sys.exit(main())

@@ -98,9 +98,6 @@ class Rank(Agent):
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def configure(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("write()")
-
     def write(self, text: str) -> None:
         """Replace the configuration; an agent reads it when it starts."""
         self.machine.write_file(CONFIG, text)
@@ -230,6 +227,10 @@ class Rank(Agent):
 
     # -- loaders ---------------------------------------------------------------------------------------------------
 
+    def no_arenas(self) -> None:
+        """Wait until nobody holds weights."""
+        eventually(lambda: not arenas(self.machine), lambda: f"somebody holds {arenas(self.machine)}")
+
     def no_loader(self) -> None:
         """Wait until no loader and no unit of one is left."""
         eventually(lambda: not loaders(self.machine), lambda: loaders(self.machine))
@@ -244,6 +245,16 @@ def loaders(machine: Machine) -> list[str]:
     units = machine.systemctl("list-units", "--all", "--plain", "--no-legend", LOADERS).splitlines()
     processes = machine.run("pgrep", "--uid", "weightcache-loader", check=False).stdout.split()
     return [unit.split()[0] for unit in units] + processes
+
+
+def arenas(machine: Machine, besides: int = 0) -> set[int]:
+    """The arenas of the loader for tests that any process inside but ``besides`` has open, PID 1 among them."""
+    found = set()
+    for path in machine.path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if path.parts[-3] != str(besides) and path.readlink().name.startswith("memfd:test-arena"):
+                found.add(path.stat().st_ino)
+    return found
 
 
 def prepare(machine: Machine) -> None:
