@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ import torch
 from weightcache import manifest, protocol, transport
 from weightcache.client import Conversation
 from weightcache.engine.directive import Directive
-from weightcache.errors import AgentUnavailable, ProtocolError
+from weightcache.errors import AgentUnavailable, AttachFailed, ProtocolError
 from weightcache.fingerprint import Fingerprint
 from weightcache.manifest import Manifest
-from weightcache.memory import memfd
+from weightcache.memory import Memory, Region, memfd
 from weightcache.protocol import ArenaInfo, LoadProgress
 
 CONNECT_SECONDS = 5.0
@@ -25,24 +25,19 @@ ANSWER_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Offer:
-    """A resident set that matches. The offer owns its descriptors and its connection until they are taken."""
+    """A resident set that matches, mapped already. The offer owns mapping and connection until they are taken."""
 
     set_id: str
     role: str
     manifest: Manifest
     arenas: tuple[ArenaInfo, ...]
-    fds: tuple[int, ...]
+    region: Region
     conversation: Conversation
     milliseconds: dict[str, float] = field(default_factory=dict)
 
-    def close_fds(self) -> None:
-        """Close the arenas' descriptors: after mapping, the mapping alone keeps the memory."""
-        transport.close_all(self.fds)
-        self.fds = ()
-
     def withdraw(self) -> None:
         """Give everything back: the agent sees the lease end."""
-        self.close_fds()
+        self.region.close()
         self.conversation.close()
 
 
@@ -77,9 +72,16 @@ def socket_of(directive: Directive, device: torch.device, rank: int) -> Path:
 
 
 def ask(
-    path: Path, directive: Directive, fingerprint: Fingerprint, on_progress: Callable[[LoadProgress], None]
+    path: Path,
+    directive: Directive,
+    fingerprint: Fingerprint,
+    memory: Memory,
+    on_progress: Callable[[LoadProgress], None],
 ) -> Offer | Invitation:
-    """Ask for the set with ``fingerprint``. Raises the agent's refusal (Mismatch, Empty, ...) or AgentUnavailable."""
+    """Ask for the set with ``fingerprint`` and map it with ``memory``: what fails here is no reason to end a process.
+
+    Raises the agent's refusal (Mismatch, Empty, ...), AgentUnavailable, AttachFailed or NoRoom.
+    """
     start = time.perf_counter()
     conversation = Conversation(path, CONNECT_SECONDS)
     connected = time.perf_counter()
@@ -104,10 +106,13 @@ def ask(
                 case protocol.DonationInvited(token):
                     return Invitation(token, conversation)
                 case protocol.Attached():
-                    offer = _offer(message, fds, conversation, fingerprint.role)
                     received = time.perf_counter()
-                    offer.milliseconds["connect"] = (connected - start) * 1000
-                    offer.milliseconds["receive"] = (received - connected) * 1000
+                    offer = _offer(message, fds, conversation, fingerprint.role, memory)
+                    offer.milliseconds |= {
+                        "connect": (connected - start) * 1000,
+                        "receive": (received - connected) * 1000,
+                        "map": (time.perf_counter() - received) * 1000,
+                    }
                     return offer
                 case _:
                     raise ProtocolError(f"the agent answered {type(message).__name__}")
@@ -116,17 +121,51 @@ def ask(
         raise
 
 
-def _offer(message: protocol.Attached, fds: tuple[int, ...], conversation: Conversation, role: str) -> Offer:
+def _offer(
+    message: protocol.Attached, fds: tuple[int, ...], conversation: Conversation, role: str, memory: Memory
+) -> Offer:
     try:
         if message.role != role:
             raise ProtocolError(f"the agent answered with a set for {message.role!r} instead of {role!r}")
         if len(fds) != 1 + len(message.arenas):
             raise ProtocolError(f"{len(fds)} descriptors for {len(message.arenas)} arenas and a manifest")
-        body = manifest.decode(memfd.read_sealed(fds[0], manifest.MAX_BYTES))
-        if body.bytes > sum(arena.bytes for arena in message.arenas):
-            raise ProtocolError("a manifest that is larger than its arenas")
-    except BaseException:
-        transport.close_all(fds)
-        raise
-    os.close(fds[0])
-    return Offer(message.set_id, message.role, body, message.arenas, fds[1:], conversation)
+        mapping = _Mapping(memory, fds[1:], [arena.bytes for arena in message.arenas])
+        try:
+            body = manifest.decode(memfd.read_sealed(fds[0], manifest.MAX_BYTES))
+            if body.bytes > sum(arena.bytes for arena in message.arenas):
+                raise ProtocolError("a manifest that is larger than its arenas")
+        except BaseException:
+            mapping.discard()
+            raise
+        return Offer(message.set_id, message.role, body, message.arenas, mapping.region(), conversation)
+    finally:
+        transport.close_all(fds)  # the mapping alone keeps the memory
+
+
+class _Mapping:
+    """Maps arenas in a thread: the driver's work and the decoding of the manifest take about the same time."""
+
+    def __init__(self, memory: Memory, fds: tuple[int, ...], sizes: list[int]) -> None:
+        self._region: Region | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._map, args=(memory, fds, sizes), name="weightcache-map")
+        self._thread.start()
+
+    def _map(self, memory: Memory, fds: tuple[int, ...], sizes: list[int]) -> None:
+        try:
+            self._region = memory.map(fds, sizes)
+        except BaseException as error:  # noqa: BLE001 - raised again in region()
+            self._error = error
+
+    def region(self) -> Region:
+        """The mapping, once it is there. Raises what mapping raised."""
+        self._thread.join()
+        if self._region is None:
+            raise self._error or AttachFailed("nothing was mapped")
+        return self._region
+
+    def discard(self) -> None:
+        """Undo it."""
+        self._thread.join()
+        if self._region is not None:
+            self._region.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import gc
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -281,14 +282,23 @@ class _Builder:
 
     def _nothing_left_on_meta(self) -> None:
         """What construction made is in the manifest, slot by slot; this catches a construction that made more here."""
+        tables: list[dict[str, Any]] = []
+        for module in self.modules:
+            tables += filter(None, (module._parameters, module._buffers))
+        attributes = [vars(module) for module in self.modules]
+        # Thousands of attributes, hardly a tensor among them: their few types are looked at first, in one go.
+        if any(map(_is_tensor_class, set(map(type, gc.get_referents(*attributes))))):
+            tables += attributes
+        for table in tables:
+            for name, value in table.items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    raise AttachFailed(f"the set brings no value for {self._path_of(table)}{name}")
+
+    def _path_of(self, table: dict[str, Any]) -> str:
         for row, module in zip(self.body.modules, self.modules, strict=True):
-            for table in (module._parameters, module._buffers, vars(module)):
-                # Thousands of values, hardly a tensor among them: their few types are looked at first.
-                if not table or not any(map(_is_tensor_class, set(map(type, table.values())))):
-                    continue
-                for name, value in table.items():
-                    if isinstance(value, torch.Tensor) and value.is_meta:
-                        raise AttachFailed(f"the set brings no value for {row.paths[0]}.{name}")
+            if any(table is own for own in (module._parameters, module._buffers, vars(module))):
+                return f"{row.paths[0]}." if row.paths[0] else ""
+        return ""
 
 
 @functools.cache

@@ -120,7 +120,7 @@ class ServingLoader:
         answer.milliseconds["observe"] = (time.perf_counter() - started) * 1000
         path = socket_of(self.directive, device, adapter.global_rank())
         with _no_collection():
-            given = ask(path, self.directive, answer.fingerprint, _log_progress)
+            given = ask(path, self.directive, answer.fingerprint, _memory(device), _log_progress)
         if isinstance(given, Offer):
             answer.vote, answer.offer = Vote.ATTACH, given
             answer.milliseconds |= given.milliseconds
@@ -150,12 +150,9 @@ class ServingLoader:
     ) -> nn.Module:
         spent = answer.milliseconds
         try:
+            state.process.keep.append(offer.region)
+            base = offer.region.bytes_at(0, offer.manifest.bytes)
             marks = [time.perf_counter()]
-            region = _memory(device).map(offer.fds, [arena.bytes for arena in offer.arenas])
-            state.process.keep.append(region)
-            base = region.bytes_at(0, offer.manifest.bytes)
-            marks.append(time.perf_counter())
-            offer.close_fds()
             private = copy_private(offer.manifest, base)
             marks.append(time.perf_counter())
             model = adapter.build_on_meta(model_config, self.inner.load_config)
@@ -164,13 +161,14 @@ class ServingLoader:
                 rebuilt = rebuild(model, offer.manifest, base, state.process.rebuilt, private)
             marks.append(time.perf_counter())
         except Exception as error:
-            offer.withdraw()
+            # Not unmapped: tensors may look into it, and this process ends.
+            offer.conversation.close()
             known = error if isinstance(error, WeightcacheError) else AttachFailed(f"{type(error).__name__}: {error}")
             self._report(offer.role, "failed", error=known, milliseconds=spent)
             raise
         spent |= {
             name: (end - start) * 1000
-            for name, start, end in zip(("map", "private", "build", "bind"), marks, marks[1:], strict=False)
+            for name, start, end in zip(("private", "build", "bind"), marks, marks[1:], strict=False)
         }
         state.process.rebuilt[offer.role] = rebuilt
         state.process.shares_weights = True

@@ -17,8 +17,10 @@ from weightcache.engine import ask as asking
 from weightcache.engine.ask import Invitation, Offer, ask, socket_of
 from weightcache.errors import (
     AgentUnavailable,
+    AttachFailed,
     Empty,
     Mismatch,
+    NoRoom,
     PermissionRefused,
     ProtocolError,
     VersionSkew,
@@ -26,6 +28,7 @@ from weightcache.errors import (
 )
 from weightcache.fingerprint import diff
 from weightcache.memory import memfd
+from weightcache.memory.host import HostMemory
 from weightcache.paths import RankPaths
 from weightcache.protocol import Attached, DonationInvited, LoadProgress, Message, Progress, failure
 
@@ -48,21 +51,45 @@ def nothing_left_open() -> Iterator[None]:
 
 
 def question(paths: RankPaths, **changes: Any) -> Offer | Invitation:
-    return ask(paths.public, directive(paths, **changes), PRINT, lambda progress: None)
+    return ask(paths.public, directive(paths, **changes), PRINT, HostMemory(), lambda progress: None)
 
 
 def test_an_offer(paths: RankPaths) -> None:
     with agent(paths.public, offering()) as fake:
         offer = question(paths, wait_seconds=2.5, donate=True, on_mismatch="evict")
         assert isinstance(offer, Offer)
-        assert (offer.set_id, offer.role, len(offer.fds)) == ("a-set", "target", 2)
+        assert (offer.set_id, offer.role, offer.region.size) == ("a-set", "target", 2 * 65536)
         assert offer.manifest.bytes == 2 * 65536
-        assert set(offer.milliseconds) == {"connect", "receive"}
+        assert set(offer.milliseconds) == {"connect", "receive", "map"}
         assert fake.seen == [protocol.Attach("target", "g", PRINT, 2.5, donate=True, evict=True)]
-        offer.close_fds()
-        offer.close_fds()
-        assert offer.fds == ()
         offer.withdraw()
+
+
+@pytest.mark.parametrize("error", [AttachFailed("no"), NoRoom("full"), RuntimeError("surprise")])
+def test_what_cannot_be_mapped_is_no_offer(paths: RankPaths, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(HostMemory, "map", fail)
+    with agent(paths.public, offering()), pytest.raises(type(error), match=str(error)):
+        question(paths)
+
+
+def test_a_manifest_that_makes_no_sense_unmaps_again(paths: RankPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    real = HostMemory().map
+
+    def watched(_: HostMemory, fds: Any, sizes: Any) -> Any:
+        region = real(fds, sizes)
+        close = region.close
+        monkeypatch.setattr(region, "close", lambda: (closed.append(region.size), close()))
+        return region
+
+    monkeypatch.setattr(HostMemory, "map", watched)
+    monkeypatch.setattr("weightcache.manifest.MAX_BYTES", 10)
+    with agent(paths.public, offering()), pytest.raises(ProtocolError, match="at most 10 are allowed"):
+        question(paths)
+    assert closed == [2 * 65536]
 
 
 def test_explaining_never_evicts(paths: RankPaths) -> None:
@@ -82,7 +109,7 @@ def test_progress_and_then_an_invitation(paths: RankPaths) -> None:
     seen: list[LoadProgress] = []
     steps = [Progress(LoadProgress("loading", n, 9, 0.5)) for n in range(3)]
     with agent(paths.public, answering(*steps, DonationInvited("a-token"))):
-        invitation = ask(paths.public, directive(paths), PRINT, seen.append)
+        invitation = ask(paths.public, directive(paths), PRINT, HostMemory(), seen.append)
         assert isinstance(invitation, Invitation)
         assert invitation.token == "a-token"
         assert [progress.bytes_done for progress in seen] == [0, 1, 2]
@@ -207,7 +234,7 @@ def test_a_callback_that_fails_leaves_nothing_open(paths: RankPaths) -> None:
         raise RuntimeError("no")
 
     with agent(paths.public, answering(Progress(LoadProgress("loading", 0, 0, 0.0)))), pytest.raises(RuntimeError):
-        ask(paths.public, directive(paths), PRINT, fail)
+        ask(paths.public, directive(paths), PRINT, HostMemory(), fail)
 
 
 def test_where_a_rank_is_served_on_the_host(paths: RankPaths) -> None:

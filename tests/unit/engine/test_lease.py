@@ -16,6 +16,7 @@ from weightcache.engine import lease as leasing
 from weightcache.engine.ask import Offer, ask
 from weightcache.engine.lease import Lease
 from weightcache.errors import Degraded
+from weightcache.memory.host import HostMemory
 from weightcache.paths import RankPaths
 from weightcache.protocol import Accepted, Message, Renew, Renewed, failure
 
@@ -30,9 +31,8 @@ def paths(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> RankPaths:
 @pytest.fixture
 def attached(paths: RankPaths) -> Iterator[tuple[Lease, FakeAgent]]:
     with agent(paths.public, offering()) as fake:
-        offer = ask(paths.public, directive(paths), fingerprint(), lambda progress: None)
+        offer = ask(paths.public, directive(paths), fingerprint(), HostMemory(), lambda progress: None)
         assert isinstance(offer, Offer)
-        offer.close_fds()
         lease = Lease(paths.public, offer.set_id, offer.role, offer.conversation)
         yield lease, fake
         lease._stop.set()

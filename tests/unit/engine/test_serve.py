@@ -16,7 +16,7 @@ from tests.support.test_loader import fingerprint
 from tests.unit.engine.fakes import DefaultModelLoader, arenas, directive, model_config, open_fds, topology
 from tests.unit.export import roundtrip as way
 from tests.unit.export.trees import fill
-from weightcache import manifest
+from weightcache import manifest, transport
 from weightcache.engine import adapter, serve, state
 from weightcache.engine.agree import Agreement, Vote
 from weightcache.engine.ask import Invitation, Offer
@@ -128,8 +128,11 @@ def offer(engine: Engine, make: Callable[[], Any] = Model) -> tuple[Offer, torch
     region = HostMemory().reserve(sum(sizes))
     pack(done, region, sizes, keep_private=False)
     body = manifest.decode(manifest.encode(done.manifest))
-    given = Offer("a-set", "target", body, arenas(*sizes), region.freeze(), engine.talk)  # type: ignore[arg-type]
-    given.milliseconds = {"connect": 1.0, "receive": 2.0}
+    fds = region.freeze()
+    mapped = HostMemory().map(fds, sizes)
+    transport.close_all(fds)
+    given = Offer("a-set", "target", body, arenas(*sizes), mapped, engine.talk)  # type: ignore[arg-type]
+    given.milliseconds = {"connect": 1.0, "receive": 2.0, "map": 3.0}
     return given, next(iter(model.parameters()))
 
 
@@ -277,7 +280,7 @@ def test_explain_stops_after_the_decision(engine: Engine) -> None:
     assert engine.report.outcome == "explained"
 
 
-@pytest.mark.parametrize("stage", ["map", "build", "bind", "surprise"])
+@pytest.mark.parametrize("stage", ["private", "build", "bind", "surprise"])
 def test_a_failure_after_the_decision_ends_the_process_and_says_so(
     engine: Engine, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,8 +290,8 @@ def test_a_failure_after_the_decision_ends_the_process_and_says_so(
         raise RuntimeError("surprise") if stage == "surprise" else AttachFailed(f"{stage} failed")
 
     match stage:
-        case "map":
-            monkeypatch.setattr(HostMemory, "map", fail)
+        case "private":
+            monkeypatch.setattr(serve, "copy_private", fail)
         case "bind":
             monkeypatch.setattr(serve, "rebuild", fail)
         case _:
