@@ -19,6 +19,7 @@ unneeded=(
 )
 tar -C "$base" "${unneeded[@]/#/--exclude=}" -cf - . | tar -C "$work" -xf -
 make -s -C "$here" stage DESTDIR="$work"
+chroot "$work" /usr/bin/python3 -m compileall -q /usr/lib/weightcache # as packages do
 chroot "$work" systemd-sysusers
 chroot "$work" systemctl mask systemd-modules-load.service
 chroot "$work" systemctl enable weightcache-loader.socket
