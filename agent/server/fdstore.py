@@ -105,6 +105,8 @@ class FdStore:
             if limit is not None and needed > limit:
                 raise _rejected(f"it keeps {limit} and {needed} are needed")
             try:
+                if not await self._guarded():
+                    raise _rejected(f"{needed} are needed")
                 for complete in sets:
                     self._entries[complete.record.id] = _entry(complete)
                     await self._store(complete.record.id)
@@ -152,6 +154,10 @@ class FdStore:
         while self._stale:
             await self._manager.remove(self._stale[0])
             del self._stale[0]
+
+    async def _guarded(self) -> bool:
+        """See that there is a canary, or nobody would tell of a store that is emptied while something is stored."""
+        return self._canary is not None or await self._plant() is not _Planted.REJECTED
 
     async def _secure(self) -> bool:
         """Plant a canary, and store everything again if the store was emptied meanwhile; whether all is held."""
@@ -249,6 +255,8 @@ class FdStore:
     async def _fill(self) -> bool:
         try:
             async with self._lock:
+                if not await self._guarded():
+                    return False
                 # What is still there is recognized and not stored twice.
                 for set_id in self._entries:
                     await self._store(set_id)
