@@ -165,9 +165,8 @@ def test_the_end_of_the_keeper_frees_the_weights(kept: Kept) -> None:
     with kept.attach() as held:
         inodes = {os.fstat(fd).st_ino for fd in held.fds}
         pids = sorted([kept.process.pid, kept.pid])
-        if os.access(f"/proc/{kept.pid}/fd", os.R_OK):  # of processes that are not dumpable, root's only
-            with contextlib.suppress(PermissionError):
-                assert holders(inodes) == pids
+        # Of processes that are not dumpable only root sees the files.
+        assert holders(inodes) in ([], pids)
         assert kept.stop() == 0
         assert all(gone(pid) for pid in pids)
         assert holders(inodes) == []
