@@ -270,8 +270,9 @@ def reset(machine: Machine, text: str, numbers: Sequence[int] = (0,)) -> None:
     ranks[0].open_all()
     machine.systemctl("stop", *(rank.service for rank in ranks))
     for rank in ranks:
-        rank.paths.failed_marker.unlink(missing_ok=True)
-        rank.paths.drain_marker.unlink(missing_ok=True)
+        for path in rank.paths.directory.glob(f"{rank.number}.*"):
+            if path.is_file():
+                path.unlink()
     machine.systemctl("reset-failed")
     machine.write_file(CONFIG, text)
     machine.systemctl("start", "weightcache-loader.socket", *(rank.socket for rank in ranks))

@@ -93,7 +93,7 @@ def test_stopping_the_target_is_off(rank: Rank) -> None:
 
 
 def test_killed_as_soon_as_it_is_ready(agents: Machine, rank: Rank) -> None:
-    times = 30 if agents.version == "252" else 10
+    times = 30 if agents.version == "252" else 5
     [kept] = rank.ready().sets
     since = agents.show(rank.socket, "ActiveEnterTimestampMonotonic")
     with Client(rank) as client, agents.drop_in(rank.service, "[Service]\nRestartSec=10ms\n"):

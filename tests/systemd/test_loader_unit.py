@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.test_loader import ARENAS
-from tests.systemd.machine import Machine
+from tests.systemd.machine import VERSIONS, Machine
 from tests.systemd.rank import CANARY, ONE_SET, Client, Rank, arenas, configuration, eventually
 from weightcache.errors import CheckpointError, LoadFailed, WeightcacheError
 from weightcache.protocol import Evict
@@ -65,7 +65,7 @@ def test_a_killed_loader_leaves_nothing_and_the_next_one_succeeds(
     assert not rank.alive(loader)
     error = rank.status().error
     assert error is not None
-    how = {"loader": "ended with signal 9 (SIGKILL)", "supervisor": "was killed together with its supervisor"}
+    how = {"loader": "ended with signal 9 (SIGKILL)", "supervisor": "ended without a word (killed for memory, "}
     assert error.message.startswith(f"the loader {how[victim]}")
     if point == "staged":
         assert error.message.endswith(": test loader starts --model-path m")
@@ -78,11 +78,8 @@ def test_a_killed_loader_leaves_nothing_and_the_next_one_succeeds(
 FAILURES: dict[str, tuple[type[WeightcacheError], str]] = {
     "exit": (LoadFailed, "ended with status 3: .*cannot find the weights$"),
     "abort": (CheckpointError, "^the checkpoint /models/none is missing$"),
-    "close": (LoadFailed, "closed its connection early: "),
     "bad-token": (LoadFailed, "ended with status 1: .*this token belongs to no load"),
     "unsealed": (WeightcacheError, "arena 1 is no sealed memory file"),
-    "bad-manifest": (WeightcacheError, "manifest"),
-    "missing-fd": (WeightcacheError, "2 descriptors for a manifest and 2 arenas"),
     "wrong-count": (WeightcacheError, "a commit of 2 sets where 1 were published"),
 }
 
@@ -109,7 +106,9 @@ def test_a_load_that_succeeds_leaves_its_set_and_nothing_else(rank: Rank, mode: 
         assert "loader: line 4999 " in rank.text()
 
 
-def test_a_loader_that_ignores_sigterm_is_killed(rank: Rank) -> None:
+def test_a_loader_that_ignores_sigterm_is_killed(agents: Machine, rank: Rank) -> None:
+    if agents.version != VERSIONS[0]:
+        pytest.skip("takes seconds, and shows the agent's work rather than systemd's")
     rank.write(configuration({"WCTEST_MODE": "deaf"}, loader="timeout_seconds = 1"))
     with pytest.raises(LoadFailed, match="took longer than 1 s"), rank.attach():
         pass
