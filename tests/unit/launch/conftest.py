@@ -26,6 +26,7 @@ def launcher(tmp_path: Path, runtime_dir: Path) -> Launcher:
     environment["PYTHONPATH"] = os.pathsep.join([str(FAKE), str(SOURCE)])
     environment["WEIGHTCACHE_RUNTIME_DIR"] = str(runtime_dir)
     environment["XDG_RUNTIME_DIR"] = str(runtime_dir)
+    environment["TMPDIR"] = str(runtime_dir)  # launchers and keepers that are killed leave a folder there
     return Launcher(directory, runtime_dir, environment)
 
 
@@ -54,7 +55,6 @@ def daemon(launcher: Launcher) -> Iterator[Launcher]:
         f'exec {sys.executable} "$@"\n'
     )
     python.chmod(0o755)
-    launcher.environment["TMPDIR"] = str(launcher.runtime_dir)  # a keeper that is killed leaves a folder there
     launcher.environment["WCTEST_FINGERPRINT"] = json.dumps({"revision": "", "override_args": ""})
     launcher.mode = ["--weight-cache-mode", "daemon", "--wcache-python", str(python), "--wcache-wait", "20"]
     yield launcher
