@@ -188,6 +188,8 @@ class Agent:
         for record, fds in sets:
             try:
                 await self.keeper.forget(record.id)
+            except WeightcacheError as error:
+                log.warning("set %s may stay in the descriptor store: %s", record.id, error.message)
             finally:
                 await asyncio.to_thread(close_all, fds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -412,19 +413,22 @@ def test_adoption_by_a_manager_without_room(fake: FakeManager) -> None:
     made.close(*sets)
 
 
+def open_inodes() -> set[int]:
+    """The files that this process has open."""
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(fd.stat().st_ino)
+    return found
+
+
 def test_the_manager_lets_go_before_the_agent_does(fake: FakeManager, tmp_path: Path) -> None:
     """Only then is the agent's close the last one, which its clients wait for."""
     inodes: set[int] = set()
     open_at: dict[str, set[int]] = {}
 
     def look(text: str) -> None:
-        found = set()
-        for fd in Path("/proc/self/fd").iterdir():
-            try:
-                found.add(fd.stat().st_ino)
-            except OSError:
-                continue
-        open_at[text.split("\n")[0]] = found & inodes
+        open_at[text.split("\n")[0]] = open_inodes() & inodes
 
     async def work(store: FdStore) -> None:
         sets = commit(2)
@@ -444,6 +448,23 @@ def test_the_manager_lets_go_before_the_agent_does(fake: FakeManager, tmp_path: 
         look("later")
         assert open_at["later"] == set()
         await agent.background()
+
+    run(fake, work)
+
+
+def test_a_commit_that_is_given_up_is_closed_whatever_the_manager_does(fake: FakeManager, tmp_path: Path) -> None:
+    async def work(store: FdStore) -> None:
+        agent = Agent(Settings(0, RankPaths(tmp_path, 0), tmp_path / "public"), store)
+        for deaf in (False, True):
+            sets = commit(1, 1, 1)
+            inodes = {os.fstat(fd).st_ino for complete in sets for fd in complete.fds}
+            await store.keep(sets)
+            with fake.deaf() if deaf else contextlib.nullcontext():
+                await agent.abandon(sets)
+            await store.forget(sets[0].record.id)
+            await store._manager.barrier()
+            assert fake.names == []
+            assert not inodes & open_inodes()
 
     run(fake, work)
 
