@@ -39,7 +39,7 @@ ATTEMPTS = 5
 REFUSAL_SECONDS = 0.1
 """How long a hang-up may come behind the refusal that it tells of."""
 
-PROBE_SECONDS = 10.0
+PROBE_SECONDS = 30.0
 """How long a loss may go unnoticed that left the canary where it is."""
 
 SPARE = 2
@@ -159,6 +159,12 @@ class FdStore:
         """See that there is a canary, or nobody would tell of a store that is emptied while something is stored."""
         return self._canary is not None or await self._plant() is not _Planted.REJECTED
 
+    async def _store_all(self) -> bool:
+        """Store everything again (what is still there is recognized and not stored twice); whether all is held."""
+        for set_id in self._entries:
+            await self._store(set_id)
+        return await self._secure()
+
     async def _secure(self) -> bool:
         """Plant a canary, and store everything again if the store was emptied meanwhile; whether all is held."""
         for _ in range(ATTEMPTS):
@@ -228,19 +234,19 @@ class FdStore:
             self._refilling = asyncio.get_running_loop().create_task(self._refill())
 
     async def _probe(self) -> None:
-        """Plant a new canary from time to time.
+        """Store everything again from time to time, and see whether it is held.
 
-        A daemon-reload with a smaller limit drops what is oldest, and may keep the canary; but then the store is full.
+        A daemon-reload with a smaller limit drops what is oldest, and keeps the canary.
         """
         while True:
             await asyncio.sleep(PROBE_SECONDS)
             try:
                 async with self._lock:
-                    planted = await self._plant()
+                    held = await self._store_all()
             except WeightcacheError as error:
                 log.warning("cannot ask the descriptor store: %s", error.message)
                 continue
-            if planted is not _Planted.HOLDS:
+            if not held:
                 self._lost()
 
     async def _refill(self) -> None:
