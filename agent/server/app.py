@@ -340,6 +340,8 @@ class Agent:
     async def _release(self, resident: ResidentSet) -> None:
         try:
             await self.keeper.forget(resident.id)
+        except WeightcacheError as error:
+            log.warning("set %s may stay in the descriptor store: %s", resident.id, error.message)
         finally:
             await resident.close()
 

@@ -40,6 +40,7 @@ class Manager:
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._notifier = notifier
         self._sock: socket.socket | None = None
+        self._listens = True
         self._lock = asyncio.Lock()
 
     # -- what must arrive ----------------------------------------------------------------------------------------------
@@ -100,11 +101,14 @@ class Manager:
             while True:
                 try:
                     self._socket().sendmsg([text.encode()], ancillary, socket.MSG_NOSIGNAL)
+                    self._listens = True
                 except BlockingIOError:
                     await self._writable(deadline)
                 except OSError as error:  # the manager re-executes itself, or has no room for descriptors in flight
                     self.close()
-                    if time.monotonic() > deadline:
+                    # One that was gone for so long is not waited for again: everything waits behind this message.
+                    if not self._listens or time.monotonic() > deadline:
+                        self._listens = False
                         raise WeightcacheError(f"the service manager cannot be reached: {error}") from None
                     await asyncio.sleep(RETRY_SECONDS)
                 else:

@@ -300,3 +300,21 @@ def test_a_status_is_one_line_of_ascii(text: str) -> None:
     assert len(line) == min(len(text), 1000)
     assert all(shown in (char, "?") for shown, char in zip(line, text, strict=False))
     library.sent.encode("latin-1")
+
+
+def test_a_manager_that_is_gone_is_waited_for_only_once(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notify, "SEND_SECONDS", 0.3)
+
+    async def run() -> list[float]:
+        gone = notify.Manager(str(runtime_dir / "nobody"), notifier=None)
+        spent = []
+        for _ in range(4):
+            started = time.monotonic()
+            with pytest.raises(WeightcacheError, match="cannot be reached"):
+                await gone.remove("x")
+            spent.append(time.monotonic() - started)
+        return spent
+
+    first, *later = asyncio.run(run())
+    assert first >= 0.3
+    assert max(later) < 0.2
