@@ -148,10 +148,10 @@ def test_a_load_may_take_longer_than_a_start_while_it_shows_life(agents: Machine
 
 
 def test_a_load_that_hangs_is_given_up_in_words(rank: Rank) -> None:
-    rank.write(configuration({"WCTEST_MODE": "hang"}, loader="stall_seconds = 1"))
+    rank.write(configuration({"WCTEST_MODE": "hang"}, loader="stall_seconds = 3"))
     assert rank.machine.run("systemctl", "start", rank.service, check=False).returncode == 1
     rank.await_active()
-    why = "failed: the loader made no progress for 1 s (phase loading): test loader starts --model-path m"
+    why = "failed: the loader made no progress for 3 s (phase loading): test loader starts --model-path m"
     assert rank.status_text == why
     assert rank.stored == CANARY
     rank.no_loader()
