@@ -49,11 +49,14 @@ class FakeManager:
         self._thread.start()
 
     def hang_up(self) -> None:
-        """Close the socket, with everything that waits in its queue. What is stored stays."""
+        """Close the socket, as before a re-execution: nothing that was sent is lost, and what is stored stays."""
         os.close(self._ending)
         self._reading.set()
         self._thread.join(10)
         os.close(self._end)
+        self._sock.shutdown(socket.SHUT_RD)
+        while self._receive():
+            pass
         self._sock.close()
         if not self.address.startswith("@"):
             Path(self.address).unlink()
@@ -71,7 +74,9 @@ class FakeManager:
 
     @contextlib.contextmanager
     def deaf(self) -> Iterator[None]:
-        """Read nothing meanwhile."""
+        """Read what is there already, and then nothing meanwhile."""
+        while select.select([self._sock], [], [], 0)[0]:
+            time.sleep(0.001)
         self._reading.clear()
         try:
             yield
@@ -123,17 +128,23 @@ class FakeManager:
                 continue
             if self.delay:
                 time.sleep(self.delay)
-            data, ancillary, flags, _ = self._sock.recvmsg(4096, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC)
-            fds = array.array("i")
-            for level, kind, content in ancillary:
-                assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-                fds.frombytes(content)
-            assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-            text = data.decode()
-            with self._lock:
-                self.messages.append(text)
-                self.hook(text)
-                self._answer(dict(line.split("=", 1) for line in text.split("\n")), fds)
+            self._receive()
+
+    def _receive(self) -> bool:
+        data, ancillary, flags, _ = self._sock.recvmsg(4096, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return False
+        fds = array.array("i")
+        for level, kind, content in ancillary:
+            assert (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            fds.frombytes(content)
+        assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+        text = data.decode()
+        with self._lock:
+            self.messages.append(text)
+            self.hook(text)
+            self._answer(dict(line.split("=", 1) for line in text.split("\n")), fds)
+        return True
 
     def _answer(self, fields: dict[str, str], fds: Sequence[int]) -> None:
         name = fields.get("FDNAME", "")
