@@ -362,6 +362,7 @@ def test_adoption_goes_on_with_what_is_there_and_removes_the_rest(fake: FakeMana
     async def earlier(store: FdStore) -> None:
         await store.keep(first)
         await store.keep(second)
+        await safe(store, fake, *first, *second)
 
     run(fake, earlier)
     stray = [(f"{'0' * 12}.1", os.open(os.devnull, os.O_RDONLY)), ("stored", os.open(os.devnull, os.O_RDONLY))]
