@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from weightcache import protocol, transport
 from weightcache.errors import AgentUnavailable, LoadFailed, ProtocolError, WeightcacheError
 from weightcache.protocol import Alive, Ended, Output, Run
+from weightcache.server.waiting import first
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,8 +75,7 @@ class Child:
         if not self.exited.is_set():
             with contextlib.suppress(OSError):
                 self._channel.sock.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.exited.wait(), STOP_SECONDS)
+            await first(self.exited, seconds=STOP_SECONDS)
         if not self.exited.is_set():  # a supervisor that does not do its work
             self._task.cancel()
             await asyncio.wait({self._task})

@@ -129,6 +129,7 @@ class Readiness:
             if timer:
                 timer.cancel()
         try:
-            await asyncio.wait_for(self._manager.stopping(), BEAT_SECONDS)
+            async with asyncio.timeout(BEAT_SECONDS):
+                await self._manager.stopping()
         except (TimeoutError, WeightcacheError):
             return
