@@ -4,7 +4,7 @@ Every packet is ``{"protocol": N, "type": TAG, "fds": COUNT, ...fields}``. The p
 that version skew is its own error and never a decoding problem. Which message may be sent where:
 
     RANK.sock          Hello, Attach, Load                      (activates the agent)
-    RANK.status.sock   Status, Inspect, Renew, Verify, Evict, Drain, Resume    (never activates, never loads)
+    RANK.status.sock   Status, Watch, Inspect, Renew, Verify, Evict, Drain, Resume    (never activates, never loads)
     a lease            Faulted                                  (on the connection of an answered Attach or Renew)
     RANK.publish.sock  Begin, Progress, Publish, Commit, Abort  (loaders and donors)
     loader.sock        Run, then Output, Alive, Ended the other way    (the agent asks for one loader)
@@ -175,6 +175,13 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Subscribe: an Observed now, and one at every change, but not more often than every ``seconds``."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Inspect:
     """Map a resident set without an engine (``wcache attach --check``, ``verify``); None: the newest target set."""
 
@@ -316,6 +323,25 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Happening:
+    """One event: its number in the agent's life, when (seconds since the epoch), the journal's name, and words."""
+
+    serial: int
+    at: float
+    event: str
+    level: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Answer to Watch: the rank now, and what happened since the last one (in the first one: lately)."""
+
+    status: RankStatus
+    events: tuple[Happening, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Renewed:
     """The lease goes on. ``resident`` is false when the restarted agent no longer holds that set."""
 
@@ -396,9 +422,9 @@ class Failure:
 
 
 Message = (
-    Hello | Attach | Load | Status | Inspect | Renew | Faulted | Verify | Evict | Drain | Resume
+    Hello | Attach | Load | Status | Watch | Inspect | Renew | Faulted | Verify | Evict | Drain | Resume
     | Begin | Publish | Commit | Abort | Run
-    | Welcome | Progress | Attached | DonationInvited | Loaded | RankReport | Renewed | Verified | Done
+    | Welcome | Progress | Attached | DonationInvited | Loaded | RankReport | Observed | Renewed | Verified | Done
     | Accepted | Published | Committed | Output | Alive | Ended | Failure
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from weightcache.server.production import Production
 from weightcache.server.sets import Complete, Record, ResidentSet, Sets
 from weightcache.server.states import Backoff, Facts, State, state_of
 from weightcache.server.waiting import Changes
+from weightcache.server.watch import History
 from weightcache.transport import close_all
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Agent:
         self.drained: DrainInfo | None = None
         self.started = time.monotonic()
         self.changes = Changes()
+        self.history = History()
         self.observers: list[Callable[[], None]] = []
         self.verifying = asyncio.Lock()
         self.leaving: WeightcacheError | None = None

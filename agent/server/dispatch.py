@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from weightcache import protocol
 from weightcache.errors import Mismatch, ProtocolError, WeightcacheError
-from weightcache.protocol import Attach, Drain, Evict, Hello, Inspect, Load, Renew, Resume, Status, Verify
-from weightcache.server import admin, attach, publish, report, verify
+from weightcache.protocol import Attach, Drain, Evict, Hello, Inspect, Load, Renew, Resume, Status, Verify, Watch
+from weightcache.server import admin, attach, publish, report, verify, watch
 from weightcache.server.connection import Door, PeerLeft
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ async def _status(agent: Agent, connection: Connection) -> None:
     match message:
         case Status():
             await connection.send(report.report(agent))
+        case Watch():
+            await watch.watch(agent, connection, message)
         case Inspect():
             await admin.inspect(agent, connection, message)
         case Renew():

@@ -157,7 +157,12 @@ class FdStore:
 
     async def _guarded(self) -> bool:
         """See that there is a canary, or nobody would tell of a store that is emptied while something is stored."""
-        return self._canary is not None or await self._plant() is not _Planted.REJECTED
+        for _ in range(ATTEMPTS):
+            if self._canary is not None:
+                return True
+            if await self._plant() is _Planted.REJECTED:
+                break
+        return self._canary is not None
 
     async def _store_all(self) -> bool:
         """Store everything again (what is still there is recognized and not stored twice); whether all is held."""
@@ -170,6 +175,8 @@ class FdStore:
         for _ in range(ATTEMPTS):
             if (planted := await self._plant()) is not _Planted.EMPTIED:
                 return planted is _Planted.HOLDS
+            if self._canary is None:  # what is stored now would be unguarded
+                continue
             for set_id in self._entries:
                 await self._store(set_id)
         return False
@@ -192,7 +199,7 @@ class FdStore:
             self._stale.append(name)  # it may still arrive
             raise
         emptied = self._emptied or (self._canary is not None and notify.hung_up(self._canary[1]))
-        self._emptied = False
+        self._emptied = emptied and not held  # known until all is stored again behind a canary
         if held or emptied:
             self._unwatch()
         if held:

@@ -59,17 +59,26 @@ def grant(peer: peers.Peer, set_id: str, role: str) -> Lease:
 
 
 async def hold(agent: Agent, connection: Connection, lease: Lease) -> None:
-    """Keep a lease while its engine lives; end it, and see whether the engine's death speaks against the set."""
+    """Keep a lease while its engine lives; then end it, and have its death looked into."""
     try:
         pidfd = peers.open_pidfd(connection.channel.sock, connection.peer)
     except ProcessLookupError:
         agent.end_lease(lease)
         return
     try:
-        try:
-            words = await _until_gone(connection, pidfd)
-        finally:
-            agent.end_lease(lease)
+        words = await _until_gone(connection, pidfd)
+    except BaseException:
+        if pidfd is not None:
+            os.close(pidfd)
+        raise
+    finally:
+        agent.end_lease(lease)
+    # Beside everything else: the connection is over, and its place is for the next one.
+    agent.spawn(_judge(agent, lease, words, pidfd))
+
+
+async def _judge(agent: Agent, lease: Lease, words: str, pidfd: int | None) -> None:
+    try:
         await suspicion.judge(agent, lease, words, pidfd)
     finally:
         if pidfd is not None:

@@ -96,10 +96,10 @@ def _set(resident: ResidentSet) -> SetStatus:
     )
 
 
-def report(agent: Agent) -> RankReport:
-    """The answer to Status; with very many leases, only as much of them as one packet carries."""
+def report(agent: Agent, reserved: int = 0) -> RankReport:
+    """The answer to Status; with very many leases, only as many as a packet carries beside ``reserved`` other bytes."""
     whole = RankReport(status(agent))
-    if len(protocol.encode(whole)) <= transport.MAX_PACKET:
+    if len(protocol.encode(whole)) <= transport.MAX_PACKET - reserved:
         return whole
     short = dataclasses.replace(
         whole.status,

@@ -60,6 +60,7 @@ class Server:
         doors = Doors(self.settings, self.handed.public, must=not adoption.sets)
         store = FdStore(self.manager) if self.manager else None
         agent = Agent(self.settings, store or ProcessOnly())
+        log.addHandler(agent.history)
         status = StatusFile(agent)
         agent.adopt(adopted.complete for adopted in adoption.sets)
         agent.dispose(adoption.fds)
