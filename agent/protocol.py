@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from weightcache import records
@@ -114,7 +114,8 @@ class RankStatus:
     """One rank, as ``wcache status --json`` prints it.
 
     ``kept`` says who holds the descriptors besides the engines: ``process`` (the agent alone), ``store`` (the service
-    manager too) or ``lost`` (the service manager dropped them; they are being stored again).
+    manager too) or ``lost`` (the service manager dropped them; they are being stored again). ``counts`` says how often
+    each event of the journal happened since this agent started; refusals are counted by code ("refused:mismatch").
     """
 
     rank: int
@@ -131,6 +132,7 @@ class RankStatus:
     error: ErrorInfo | None
     drained: DrainInfo | None
     kept: str = "process"
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

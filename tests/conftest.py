@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +16,14 @@ from tests.support.environments import REPOSITORY, VERSIONS, Environments, envir
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """GPU machines bring pytest alone: the timeout marks of the plugin mean nothing there, and are no error."""
+    """Set up what all tests rely on."""
+    # GPU machines bring pytest alone: the timeout marks of the plugin mean nothing there, and are no error.
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): a limit, where pytest-timeout is installed")
+    # What a shell ignores for its background jobs, the processes of the tests would ignore too.
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from weightcache.errors import Mismatch, ProtocolError, WeightcacheError
 from weightcache.protocol import Attach, Drain, Evict, Hello, Inspect, Load, Renew, Resume, Status, Verify, Watch
 from weightcache.server import admin, attach, publish, report, verify, watch
 from weightcache.server.connection import Door, PeerLeft
+from weightcache.server.journal import event
 
 if TYPE_CHECKING:
     from weightcache.server.app import Agent
@@ -25,6 +26,8 @@ async def converse(agent: Agent, connection: Connection) -> None:
     except PeerLeft:
         pass
     except WeightcacheError as error:
+        if connection.door is Door.PUBLIC:
+            _note(connection, error)
         differences = error.differences if isinstance(error, Mismatch) else ()
         await _refuse(connection, protocol.failure(error, differences))
     except Exception:
@@ -32,6 +35,12 @@ async def converse(agent: Agent, connection: Connection) -> None:
         await _refuse(connection, protocol.Failure("internal", "an internal error of the agent; its log says more"))
     finally:
         connection.close()
+
+
+def _note(connection: Connection, error: WeightcacheError) -> None:
+    peer = connection.peer
+    told = event("refused", code=error.code, client_pid=peer.pid, client_uid=peer.uid)
+    log.info("%s was refused: %s", peer, error.message, extra=told)
 
 
 async def _refuse(connection: Connection, failure: protocol.Failure) -> None:

@@ -22,8 +22,8 @@ CUT_CHARACTERS = 2000
 Value = str | int | float
 Name = Literal[
     "state-changed", "load-began", "load-ended", "set-published", "set-adopted", "set-dropped", "leased", "lease-ended",
-    "suspected", "verified", "verification-failed", "store-emptied", "store-refilled", "store-rejected", "drained",
-    "resumed", "stopping", "records-dropped",
+    "refused", "suspected", "verified", "verification-failed", "store-emptied", "store-refilled", "store-rejected",
+    "drained", "resumed", "stopping", "records-dropped",
 ]  # fmt: skip
 
 # Operators filter by these and put them into alerts: they never change, and none is used again for something else.
@@ -36,6 +36,7 @@ MESSAGE_IDS: Final[Mapping[Name, str]] = {
     "set-dropped": "104536f41e1548e38977cd9cc3e07098",  # SET, BYTES
     "leased": "e4e6e735fdc24f868d37f93b7ce1f486",  # SET, LEASE, CLIENT_PID, CLIENT_UID, CLIENT_UNIT
     "lease-ended": "1efb50e215994ad18b83a89381eb5032",  # the same
+    "refused": "7e79c04280688c47d1de6439536b813e",  # CODE, CLIENT_PID, CLIENT_UID
     "suspected": "6be48b7f369e343af3abd1bf69990e8e",  # SET, REASON
     "verified": "529e465bbbce4946a50f6cb61716394a",  # SET, BYTES, SECONDS
     "verification-failed": "d2f1770b3e254a08ac831aaced400f5b",  # SET, CODE

@@ -44,6 +44,7 @@ def status(agent: Agent) -> RankStatus:
         error=agent.error,
         drained=agent.drained,
         kept=agent.keeper.kept,
+        counts=dict(agent.history.counts),
     )
 
 

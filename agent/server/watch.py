@@ -32,11 +32,15 @@ SHORTEST_SECONDS = 0.1
 
 
 class History(logging.Handler):
-    """The latest events, as the journal gets them. ``serial`` counts all that there ever were."""
+    """The latest events, as the journal gets them. ``serial`` counts all that there ever were.
+
+    ``counts`` says how often each happened; refusals are counted by their code ("refused:mismatch").
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.serial = 0
+        self.counts: collections.Counter[str] = collections.Counter()
         self._kept: collections.deque[tuple[Happening, int]] = collections.deque(maxlen=KEPT)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -44,6 +48,8 @@ class History(logging.Handler):
         happened = getattr(record, "event", None)
         if isinstance(happened, Event):
             self.serial += 1
+            code = f":{happened.fields['WEIGHTCACHE_CODE']}" if happened.name == "refused" else ""
+            self.counts[happened.name + code] += 1
             text = record.getMessage()[:LONGEST_TEXT]
             kept = Happening(self.serial, record.created, happened.name, record.levelname.lower(), text)
             self._kept.append((kept, len(json.dumps(records.to_plain(kept))) + 2))

@@ -291,10 +291,10 @@ FAMILY = """
 import os, signal, sys, time
 if "deaf" in sys.argv: signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if os.fork() == 0:
-    if "deaf" not in sys.argv: signal.signal(signal.SIGTERM, lambda *_: print("grandchild was told", flush=True))
+    if "deaf" not in sys.argv: signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"grandchild was told\\n"))
     print(os.getpid(), flush=True)
     while True: time.sleep(60)
-told = lambda *_: (print("told", flush=True), time.sleep(0.1), sys.exit(7))
+told = lambda *_: (os.write(1, b"told\\n"), time.sleep(0.1), sys.exit(7))
 signal.signal(signal.SIGTERM, signal.SIG_IGN if "deaf" in sys.argv else told)
 print(os.getpid(), flush=True)
 if "leave" in sys.argv: time.sleep(0.2); sys.exit(0)

@@ -8,9 +8,11 @@ import time
 
 import pytest
 
+from tests.support.test_loader import fingerprint
 from tests.unit.server.harness import Agent, eventually
 from weightcache import protocol, records
 from weightcache.client import Conversation
+from weightcache.errors import Mismatch, ProtocolError
 from weightcache.protocol import Observed, Watch
 from weightcache.server import watch
 from weightcache.server.journal import event
@@ -62,6 +64,21 @@ def test_every_change_is_seen_in_order(running: Agent) -> None:
             while not (last := observed(watching)).status.sets[0].leases:
                 continue
             assert last.status.sets[0].leases[0].lease == held.message.lease
+
+
+def test_refusals_are_counted_by_their_code(running: Agent) -> None:
+    running.load()
+    for _ in range(2):
+        with pytest.raises(Mismatch):
+            running.attach(fingerprint(dtype="another"))
+    with pytest.raises(ProtocolError), running.public() as asking:
+        asking.request(protocol.Status(), protocol.RankReport)
+    counts = running.status().counts
+    assert counts["refused:mismatch"] == 2
+    assert counts["refused:protocol"] == 1
+    assert (counts["load-began"], counts["set-published"]) == (1, 1)
+    with subscribe(running) as watching:
+        assert [item.event for item in observed(watching).events if "was refused" in item.text] == ["refused"] * 3
 
 
 def test_a_late_watcher_gets_what_happened_lately(running: Agent) -> None:
