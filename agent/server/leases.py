@@ -74,7 +74,7 @@ async def hold(agent: Agent, connection: Connection, lease: Lease) -> None:
     finally:
         agent.end_lease(lease)
     # Beside everything else: the connection is over, and its place is for the next one.
-    agent.spawn(_judge(agent, lease, words, pidfd))
+    agent.spawn(_judge(agent, lease, words, pidfd), optional=True)
 
 
 async def _judge(agent: Agent, lease: Lease, words: str, pidfd: int | None) -> None:
