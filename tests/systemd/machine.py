@@ -69,6 +69,14 @@ def missing(version: str) -> str:
     return ""
 
 
+def _visible(readable: Sequence[Path]) -> dict[str, str]:
+    """Drop-ins for units with a /tmp of their own, where a checkout or an environment lies below the real one."""
+    hidden = [str(path) for path in readable if path.is_relative_to("/tmp") or path.is_relative_to("/var/tmp")]
+    text = "[Service]\n" + "".join(f"BindReadOnlyPaths={path}\n" for path in hidden)
+    units = ("weightcache@.service", "weightcache-loader@.service") if hidden else ()
+    return {f"/etc/systemd/system/{unit}.d/readable.conf": text for unit in units}
+
+
 def _lower(version: str) -> Path | None:
     made = environments.folder() / f"root-{version}"
     if (made / ".stamp").is_file():
@@ -130,7 +138,7 @@ class Machine:
         self.version = version
         self.stage = stage
         self.enable = tuple(enable)
-        self.files = {"/usr/lib/sysusers.d/test.conf": USERS, **(files or {})}
+        self.files = {"/usr/lib/sysusers.d/test.conf": USERS, **_visible(readable), **(files or {})}
         self.readable = tuple(readable)
         self.boot_seconds = 0.0
         self.leader = 0
