@@ -84,7 +84,11 @@ def blind() -> None:
         await self._manager.barrier()
         return fdstore._Planted.HOLDS
 
+    async def guarded(self: FdStore) -> bool:
+        return True
+
     FdStore._plant = plant  # type: ignore[method-assign]
+    FdStore._guarded = guarded  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
