@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.test_loader import ARENAS
-from tests.systemd.machine import VERSIONS, Machine
+from tests.systemd.machine import Machine
 from tests.systemd.rank import CANARY, ONE_SET, Client, Rank, arenas, configuration, eventually
 from weightcache.errors import CheckpointError, LoadFailed, WeightcacheError
 from weightcache.protocol import Evict
@@ -107,8 +107,6 @@ def test_a_load_that_succeeds_leaves_its_set_and_nothing_else(rank: Rank, mode: 
 
 
 def test_a_loader_that_ignores_sigterm_is_killed(agents: Machine, rank: Rank) -> None:
-    if agents.version != VERSIONS[0]:
-        pytest.skip("takes seconds, and shows the agent's work rather than systemd's")
     rank.write(configuration({"WCTEST_MODE": "deaf"}, loader="timeout_seconds = 1"))
     with pytest.raises(LoadFailed, match="took longer than 1 s"), rank.attach():
         pass
