@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from weightcache import manifest, protocol, transport
 from weightcache.client import DEFAULT_TIMEOUT, Conversation
-from weightcache.errors import AttachFailed, DamagedSet, ProtocolError
+from weightcache.errors import AttachFailed, DamagedSet, NoRoom, ProtocolError
 from weightcache.memory import MAX_ARENAS, Memory, memfd, open_memory
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
 
 def check(memory: Memory, socket: str, set_id: str | None = None) -> Verdict:
     """Receive a set from the agent behind its status ``socket``, map it, and compare every arena with its digest."""
+    import torch
+
     from weightcache.memory.digest import digest
 
     started = time.perf_counter()
@@ -113,7 +115,10 @@ def check(memory: Memory, socket: str, set_id: str | None = None) -> Verdict:
         for index, arena in enumerate(arenas):
             try:
                 actual = digest(region.bytes_at(offset, arena.used))
-            except RuntimeError:  # torch: a GPU fault while reading, after which nothing else can be read either
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                    raise NoRoom(f"there is too little free memory to compute digests ({error})") from None
+                # A GPU fault while reading, after which nothing else can be read either.
                 damaged += range(index, len(arenas))
                 break
             if actual != arena.digest:

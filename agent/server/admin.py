@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -33,7 +32,7 @@ async def evict(agent: Agent, connection: Connection, request: Evict) -> None:
     if not request.force and any(s.leases for s in chosen):
         raise InUse(f"{users(chosen)}; stop them first, or use --force (they keep their memory, later ones do not)")
     freed = sum(s.bytes for s in chosen)
-    await asyncio.gather(*[agent.drop(s) for s in chosen])
+    await agent.drop_all(chosen)
     names = ", ".join(s.id for s in chosen) or "nothing was resident"
     await connection.send(Done(f"evicted {names} ({freed} bytes)"))
 
@@ -100,7 +99,9 @@ async def inspect(agent: Agent, connection: Connection, request: Inspect) -> Non
     What was received stays mapped even if the set is dropped meanwhile. A damaged set can be inspected; a drained one
     by operators (and the agent's own check) only.
     """
-    if agent.state is not State.DEGRADED and not agent.settings.may_operate(connection.peer):
+    # The agent's own check may run as another user, whatever the state.
+    own = agent.verifying.locked() or agent.settings.may_operate(connection.peer)
+    if agent.state is not State.DEGRADED and not own:
         require_giving(agent)
     chosen = agent.sets.newest("target") if request.set_id is None else agent.sets.get(request.set_id)
     if chosen is None:

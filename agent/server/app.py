@@ -13,7 +13,7 @@ from weightcache.protocol import DrainInfo, ErrorInfo
 from weightcache.server import leases, markers
 from weightcache.server.journal import event
 from weightcache.server.production import Production
-from weightcache.server.sets import Complete, Record, ResidentSet, Sets
+from weightcache.server.sets import ADOPTED, Complete, Record, ResidentSet, Sets
 from weightcache.server.states import Backoff, Facts, State, state_of
 from weightcache.server.waiting import Changes
 from weightcache.server.watch import History
@@ -46,10 +46,9 @@ class FailedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """The damage marker: which set must not be given out, and why."""
+    """The damage marker: which sets must not be given out, and why."""
 
-    set_id: str
-    reason: str
+    reasons: dict[str, str]
 
 
 class Agent:
@@ -61,7 +60,8 @@ class Agent:
         self.sets = Sets()
         self.orphans: dict[str, Lease] = {}
         self.production: Production | None = None
-        self.job: asyncio.Task[None] | None = None
+        self.jobs: set[asyncio.Task[None]] = set()
+        """Loaders that were started and are not gone."""
         self.failure: ErrorInfo | None = None
         self.backoff = Backoff()
         self.drained: DrainInfo | None = None
@@ -197,13 +197,13 @@ class Agent:
 
     def adopt(self, sets: Iterable[Complete]) -> None:
         """Take over what an earlier agent published, as it was."""
-        known = markers.read(self.settings.paths.damage_marker, Damage, Damage("", ""))
+        known = markers.read(self.settings.paths.damage_marker, Damage, Damage({})) or Damage({})
         for complete in sets:
             made = self.sets.add(complete)
-            if known and known.set_id == made.id:
-                made.damage = known.reason
+            if reason := known.reasons.get(made.id):
+                made.damage = reason
             elif self.settings.config.policy.verify_adopted == "before-ready" and self.settings.config.loader.command:
-                made.suspect = "an earlier agent left it"
+                made.doubts.append(ADOPTED)
             log.info(
                 "set %s %s version %d adopted: %d bytes in %d arenas",
                 made.id,
@@ -274,12 +274,22 @@ class Agent:
 
     def condemn(self, resident: ResidentSet, reason: str) -> None:
         """Give a set out no more, also not after a restart."""
+        if self.sets.get(resident.id) is not resident:  # dropped meanwhile
+            return
         resident.damage = reason
-        try:
-            markers.write(self.settings.paths.damage_marker, Damage(resident.id, reason))
-        except OSError as problem:
-            log.warning("cannot write %s: %s", self.settings.paths.damage_marker, problem)
+        self._remember_damage()
         self.touch()
+
+    def _remember_damage(self) -> None:
+        marker = self.settings.paths.damage_marker
+        reasons = {resident.id: resident.damage for resident in self.sets if resident.damage}
+        try:
+            if reasons:
+                markers.write(marker, Damage(reasons))
+            else:
+                markers.remove(marker)
+        except OSError as problem:
+            log.warning("cannot change %s: %s", marker, problem)
 
     def dispose(self, fds: Sequence[int]) -> None:
         """Close descriptors in a thread: the last close of device memory may take as long as the driver likes."""
@@ -328,8 +338,6 @@ class Agent:
     def drop(self, resident: ResidentSet) -> asyncio.Task[None]:
         """Forget a set at once and close its descriptors behind; leases on it live on as orphans."""
         self.sets.remove(resident)
-        if resident.damage:
-            _remove(self.settings.paths.damage_marker)
         self.orphans.update(resident.leases)
         dropped = event("set-dropped", set=resident.id, bytes=resident.bytes)
         log.info("set %s dropped: %d bytes", resident.id, resident.bytes, extra=dropped)
@@ -346,6 +354,13 @@ class Agent:
             log.warning("set %s may stay in the descriptor store: %s", resident.id, error.message)
         finally:
             await resident.close()
+        if resident.damage:  # not before: an agent that is killed meanwhile finds the set again
+            self._remember_damage()
+
+    async def drop_all(self, chosen: Iterable[ResidentSet]) -> None:
+        """Drop sets, and return when all are closed. Whoever gives up waiting stops no release."""
+        if tasks := [self.drop(resident) for resident in chosen]:
+            await asyncio.wait(tasks)
 
 
 def _remove(marker: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weightcache.errors import Degraded, Drained, Empty, Mismatch, StillLoading, from_code
 from weightcache.fingerprint import CONSEQUENCES, Difference, Value, diff
 from weightcache.protocol import Attach, Attached, DonationInvited, Load, Loaded, LoadProgress, Progress
-from weightcache.server import leases, loads
+from weightcache.server import leases, loads, suspicion
 from weightcache.server.production import Holder
 from weightcache.server.states import State
 from weightcache.server.waiting import first
@@ -133,7 +133,7 @@ async def _make_way(agent: Agent, resident: ResidentSet, request: Attach, may_ev
         raise _mismatch(f"{sentence}, and they are in use by pid {', '.join(map(str, pids))}", differences)
     # All sets of a load belong together: a draft set is of no use without its target.
     going = [s for s in agent.sets.unleased() if _in_way(s, request) or request.role == "target"]
-    await asyncio.gather(*[agent.drop(s) for s in going])
+    await agent.drop_all(going)
 
 
 def _in_way(resident: ResidentSet, request: Attach) -> bool:
@@ -204,7 +204,8 @@ async def _invite(agent: Agent, connection: Connection, request: Attach, product
         await asyncio.wait({gone, ended}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         agent.give_up(production, None, failed=False)
         if holder.lease:
-            await gone
+            words = await gone
+            agent.spawn(suspicion.judge(agent, holder.lease, words, None))
     finally:
         agent.give_up(production, None, failed=False)
         if holder.lease:

@@ -85,6 +85,7 @@ class Child:
         try:
             while packet := (await self._channel.receive()).data:
                 self._take(protocol.decode(packet))
+                await asyncio.sleep(0)  # a flood of output must not keep the event loop to itself
         except (OSError, ProtocolError) as error:
             self._reason = f"broke off the conversation ({error})"
         await self._gone()

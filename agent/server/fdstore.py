@@ -89,9 +89,13 @@ class FdStore:
         """
         for complete, record_fd in sets:
             self._entries[complete.record.id] = _Entry(record_fd, complete.fds)
-        async with self._lock:
-            self._stale += leftovers
-            planted = await self._plant()
+        try:
+            async with self._lock:
+                self._stale += leftovers
+                planted = await self._plant()
+        except (WeightcacheError, OSError) as error:  # no reason to end: what was adopted can be given out
+            log.warning("the descriptor store does not answer: %s", error)
+            planted = _Planted.REJECTED
         if planted is not _Planted.HOLDS:
             self._lost()
         self._probing = asyncio.get_running_loop().create_task(self._probe())
@@ -105,6 +109,7 @@ class FdStore:
             if limit is not None and needed > limit:
                 raise _rejected(f"it keeps {limit} and {needed} are needed")
             try:
+                await self._tidy()  # what is to go must not take the room of what comes
                 if not await self._guarded():
                     raise _rejected(f"{needed} are needed")
                 for complete in sets:
@@ -250,8 +255,8 @@ class FdStore:
             try:
                 async with self._lock:
                     held = await self._store_all()
-            except WeightcacheError as error:
-                log.warning("cannot ask the descriptor store: %s", error.message)
+            except (WeightcacheError, OSError) as error:
+                log.warning("cannot ask the descriptor store: %s", error)
                 continue
             if not held:
                 self._lost()
@@ -274,8 +279,8 @@ class FdStore:
                 for set_id in self._entries:
                     await self._store(set_id)
                 return await self._secure()
-        except WeightcacheError as error:
-            log.warning("cannot fill the descriptor store: %s", error.message)
+        except (WeightcacheError, OSError) as error:
+            log.warning("cannot fill the descriptor store: %s", error)
             return False
 
 

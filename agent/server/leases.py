@@ -85,14 +85,14 @@ async def _judge(agent: Agent, lease: Lease, words: str, pidfd: int | None) -> N
             os.close(pidfd)
 
 
-async def until_gone(connection: Connection) -> None:
-    """Wait until the connection or the process at its other end is gone (or says something it has no right to say)."""
+async def until_gone(connection: Connection) -> str:
+    """Wait until the connection or the process at its other end is gone; what it said of its end, mostly nothing."""
     try:
         pidfd = peers.open_pidfd(connection.channel.sock, connection.peer)
     except ProcessLookupError:
-        return
+        return ""
     try:
-        await _until_gone(connection, pidfd)
+        return await _until_gone(connection, pidfd)
     finally:
         if pidfd is not None:
             os.close(pidfd)

@@ -44,7 +44,9 @@ def begin(agent: Agent, group: str = "") -> Production:
         raise LoadFailed(f"the last load failed, the next try is allowed in {left:.0f} s: {agent.failure.message}")
     agent.forget_failure()
     production = agent.start("loader", group or secrets.token_hex(8))
-    agent.job = agent.spawn(_run(agent, production, agent.job))
+    job = agent.spawn(_run(agent, production, set(agent.jobs)))
+    agent.jobs.add(job)
+    job.add_done_callback(agent.jobs.discard)
     return production
 
 
@@ -52,9 +54,10 @@ async def cancel(agent: Agent, reason: str) -> None:
     """End the current load, if there is one, and its loader."""
     if agent.production:
         agent.give_up(agent.production, ErrorInfo("load-failed", reason), failed=False)
-    if agent.job and not agent.job.done():
-        agent.job.cancel()
-        await asyncio.wait({agent.job})
+    if jobs := set(agent.jobs):
+        for job in jobs:
+            job.cancel()
+        await asyncio.wait(jobs)
 
 
 def environment(settings: Settings, backend: str, gpu: str, **extra: str) -> dict[str, str]:
@@ -63,9 +66,9 @@ def environment(settings: Settings, backend: str, gpu: str, **extra: str) -> dic
     return settings.config.loader.environment | visible | extra
 
 
-async def _run(agent: Agent, production: Production, previous: asyncio.Task[None] | None) -> None:
+async def _run(agent: Agent, production: Production, previous: set[asyncio.Task[None]]) -> None:
     if previous:  # two loaders at once would need twice the memory
-        await asyncio.wait({previous})
+        await asyncio.wait(previous)
     settings = agent.settings
     loader, memory = settings.config.loader, settings.config.memory
     arguments = settings.config.model.arguments if settings.config.model else ()

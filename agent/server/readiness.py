@@ -27,7 +27,7 @@ log = logging.getLogger("weightcache")
 
 BEAT_SECONDS = 1.0
 EXTENSION_SECONDS = 120.0
-"""What each sign of life buys while starting. A loader that shows none is given up by the agent's own limit first."""
+"""What a sign of life buys while starting, beyond the agent's own limit for a loader that shows none."""
 
 ACTIVATION_SECONDS = 2.0
 """How long a client whose connection started the agent may take to say what it wants."""
@@ -87,7 +87,7 @@ class Readiness:
         while not production.ended.is_set():
             if production.alive_at != seen:
                 seen = production.alive_at
-                self._manager.extend(EXTENSION_SECONDS)
+                self._manager.extend(EXTENSION_SECONDS + self._agent.settings.config.loader.stall_seconds)
             self._report()
             await first(production.ended, seconds=BEAT_SECONDS)
         if production.error and not len(self._agent.sets):

@@ -32,6 +32,7 @@ log = logging.getLogger("weightcache")
 ANSWER_SECONDS = 2.0
 """How long an agent that gives up goes on answering the clients that wait."""
 
+SETTLE_SECONDS = 10.0
 _THREADS = 4
 _POLL_SECONDS = 0.02
 
@@ -66,6 +67,8 @@ class Server:
         agent.dispose(adoption.fds)
         load = agent.recover() and self.settings.load and not len(agent.sets)
         doors.serve(agent)
+        if adoption.sets:  # whoever uses them has renewed its lease by then
+            loop.call_later(SETTLE_SECONDS, agent.settle)
         try:
             if self.manager and store:
                 store.changed = agent.touch

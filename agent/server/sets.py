@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from weightcache.server.leases import Lease
 
 
+ADOPTED = "an earlier agent left it"
+"""The doubt about an adopted set where the policy wants it verified first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A set that was handed over, but belongs to a load that is not complete. It owns its descriptors."""
@@ -65,13 +69,20 @@ class ResidentSet:
         self.published_at = self.record.published_at
         self.leases: dict[str, Lease] = {}
         self.damage = ""
-        self.suspect = ""
-        """Why it is being examined; nobody gets it meanwhile."""
+        self.doubts: list[str] = []
+        """Why it is being examined, once for each examination that is not over; nobody gets it meanwhile."""
         self.deaths = 0
         """Engines in a row that died soon after they attached."""
+        self.suspected_at = 0.0
+        """When the last of them died (seconds since the epoch)."""
         self._lent = 0
         self._returned = asyncio.Event()
         self._returned.set()
+
+    @property
+    def suspect(self) -> str:
+        """The first doubt, or an empty text."""
+        return self.doubts[0] if self.doubts else ""
 
     @property
     def bytes(self) -> int:

@@ -57,14 +57,17 @@ async def judge(agent: Agent, lease: Lease, words: str, pidfd: int | None) -> No
         if lease.status.since + REAPED_SECONDS < time.time():
             resident.deaths = 0
         return
-    resident.deaths += 1
+    # Engines that shared the set when an earlier one died may have died of the same event.
+    if lease.status.since > resident.suspected_at:
+        resident.deaths += 1
+    resident.suspected_at = time.time()
     reason = f"pid {lease.status.pid}, attached for {time.time() - lease.status.since:.0f} s, {words}"
     log.warning("set %s is suspect: %s", resident.id, reason, extra=event("suspected", set=resident.id, reason=reason))
     agent.spawn(_examine(agent, resident, reason), optional=True)
 
 
 async def _examine(agent: Agent, resident: ResidentSet, reason: str) -> None:
-    resident.suspect = reason
+    resident.doubts.append(reason)
     agent.touch()
     try:
         async with agent.verifying:
@@ -80,7 +83,7 @@ async def _examine(agent: Agent, resident: ResidentSet, reason: str) -> None:
     except WeightcacheError as error:
         log.warning("set %s cannot be examined: %s", resident.id, error.message)
     finally:
-        resident.suspect = ""
+        resident.doubts.remove(reason)
         agent.touch()
 
 

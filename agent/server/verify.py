@@ -13,6 +13,7 @@ from weightcache.protocol import LoadProgress, Progress, Verified, Verify
 from weightcache.server import loads
 from weightcache.server.child import start
 from weightcache.server.journal import event
+from weightcache.server.sets import ADOPTED
 from weightcache.server.waiting import first
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weightcache")
 
-LONGEST_CHECK_SECONDS = 600.0
+LONGEST_CHECK_SECONDS = 300.0
+"""Well below the units' TimeoutStartSec=: with "before-ready", READY waits for a check."""
 
 ARMED = "armed"
 """The code of the line with which a check says that all is prepared, and that it touches the set from now on."""
@@ -76,7 +78,8 @@ async def _adopted(agent: Agent) -> None:
             except WeightcacheError:
                 continue  # it says nothing about the bytes: a broken loader, or libraries newer than the driver
             finally:
-                resident.suspect = ""
+                if ADOPTED in resident.doubts:
+                    resident.doubts.remove(ADOPTED)
                 agent.touch()
 
 
@@ -85,7 +88,7 @@ def heal(agent: Agent, resident: ResidentSet) -> None:
     if agent.settings.config.policy.damaged == "hold" or agent.sets.get(resident.id) is not resident:
         return
     agent.drop(resident)
-    if agent.production or agent.sets.newest("target"):
+    if agent.drained or agent.production or agent.sets.newest("target"):
         return
     try:
         loads.begin(agent)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.bench import synthetic
 from tests.bench.holder import Holder
@@ -221,3 +222,15 @@ def test_roles_can_be_declared_and_doctor_runs_without_torch():
     assert rows["torch"]["status"] == "problem"
     assert result.returncode == 1
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_too_little_memory_for_the_check_says_nothing_about_the_set(published, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("weightcache.memory.digest.digest", fail)
+    with pytest.raises(errors.NoRoom, match="too little free memory to compute digests"):
+        check.check(open_memory("host"), published.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -12,7 +13,7 @@ import pytest
 from tests.support.test_loader import fingerprint
 from tests.unit.server.harness import Agent, eventually
 from weightcache import protocol
-from weightcache.errors import Degraded, StillLoading
+from weightcache.errors import DamagedSet, Degraded, StillLoading
 from weightcache.protocol import Attached
 from weightcache.server import suspicion
 
@@ -131,6 +132,34 @@ def test_two_deaths_in_a_row_stop_the_giving_out(ready: Agent) -> None:
     ready.ask(protocol.Evict(None))
     ready.load()
     ready.attach().close()
+
+
+def test_engines_that_die_of_the_same_event_count_once(ready: Agent) -> None:
+    with ready.attach() as one, ready.attach() as other:
+        for held in (one, other):
+            held.conversation.send(protocol.Faulted("CUDA error: uncorrectable ECC error encountered"))
+        eventually(lambda: ready.text().count(" verified: ") == 2)
+    assert ready.text().count("is suspect") == 2
+    assert ready.status().state == "ready"
+    ready.attach().close()
+
+
+def test_a_verdict_on_two_sets_outlives_the_agent_and_one_eviction(agent: Agent) -> None:
+    agent.configure({"WCTEST_MODE": "wrong-digest", "WCTEST_ROLES": "target,draft-0"}, policy={"damaged": "hold"})
+    agent.start("--load")
+    agent.await_state("ready")
+    for _ in range(2):
+        with pytest.raises(DamagedSet):
+            agent.ask(protocol.Verify(), protocol.Verified)
+    marker = json.loads(agent.paths.damage_marker.read_text())
+    first, second = (s.id for s in agent.status().sets)
+    assert list(marker["reasons"]) == [first]  # the check of all sets stops at the first that is damaged
+    agent.ask(protocol.Evict(first))
+    with pytest.raises(DamagedSet):
+        agent.ask(protocol.Verify(), protocol.Verified)
+    eventually(lambda: list(json.loads(agent.paths.damage_marker.read_text())["reasons"]) == [second])
+    agent.ask(protocol.Evict(second))
+    eventually(lambda: not agent.paths.damage_marker.exists())
 
 
 def test_a_bad_set_is_replaced_after_a_death(agent: Agent) -> None:
