@@ -273,12 +273,7 @@ class FdStore:
     async def _fill(self) -> bool:
         try:
             async with self._lock:
-                if not await self._guarded():
-                    return False
-                # What is still there is recognized and not stored twice.
-                for set_id in self._entries:
-                    await self._store(set_id)
-                return await self._secure()
+                return await self._guarded() and await self._store_all()
         except (WeightcacheError, OSError) as error:
             log.warning("cannot fill the descriptor store: %s", error)
             return False
