@@ -10,7 +10,7 @@ from weightcache import config, paths
 from weightcache.cli import config_edit
 from weightcache.cli.config_keys import parse_key
 from weightcache.cli.parsing import Parser, add_global
-from weightcache.cli.text import count, escape
+from weightcache.text import count, escape
 
 if TYPE_CHECKING:
     import argparse

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from weightcache import protocol
 from weightcache.cli import ranks
 from weightcache.cli.parsing import Parser, add_global, add_rank, add_wait
-from weightcache.cli.text import count, duration, size
 from weightcache.client import Conversation
 from weightcache.errors import NotReady
+from weightcache.text import count, duration, size
 
 if TYPE_CHECKING:
     import argparse

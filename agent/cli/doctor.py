@@ -20,9 +20,9 @@ from weightcache.cli import (
 )
 from weightcache.cli.findings import Finding, note, ok, problem
 from weightcache.cli.parsing import Parser, add_global
-from weightcache.cli.text import coloured, count, escape, paint
 from weightcache.config import Config
 from weightcache.errors import ConfigError
+from weightcache.text import coloured, count, escape, paint
 
 if TYPE_CHECKING:
     import argparse

@@ -10,9 +10,9 @@ import weightcache
 from weightcache import paths
 from weightcache.cli import doctor_systemd, ranks
 from weightcache.cli.findings import Finding, note, ok, problem
-from weightcache.cli.text import count, user
 from weightcache.client import trusted_uids
 from weightcache.errors import PermissionRefused, VersionSkew
+from weightcache.text import count, user
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache.cli.findings import Finding, note, ok, problem
-from weightcache.cli.text import size
+from weightcache.text import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,8 @@ from weightcache import records
 from weightcache.cli import ranks
 from weightcache.cli.findings import Finding, note
 from weightcache.cli.systemd import Units, service_name
-from weightcache.cli.text import moment, size, user
 from weightcache.protocol import DrainInfo
+from weightcache.text import moment, size, user
 
 PROC = Path("/proc")
 _MAX_MARKER = 1 << 16

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from weightcache import records
 from weightcache.cli.attach import loader_command, loader_environment
 from weightcache.cli.findings import Finding, note, ok, problem
-from weightcache.cli.text import count, size
 from weightcache.config_checks import model_path
+from weightcache.text import count, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from pathlib import Path
 from weightcache.cli import ranks
 from weightcache.cli.findings import Finding, ok, problem
 from weightcache.cli.systemd import Units
-from weightcache.cli.text import user
+from weightcache.text import user
 
 ACCESS_SECONDS = 10.0
 _ACL = "system.posix_acl_access"

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from weightcache.cli import ranks
 from weightcache.cli.findings import Finding, note, ok, problem
 from weightcache.cli.systemd import LOADER_SOCKET, Unit, Units
-from weightcache.cli.text import count
 from weightcache.protocol import RankStatus
+from weightcache.text import count
 
 STORED_BESIDE_ARENAS = 2
 """A set's manifest and its record."""

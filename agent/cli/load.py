@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from weightcache import protocol
 from weightcache.cli import ranks
 from weightcache.cli.parsing import Parser, add_global, add_rank, add_wait
-from weightcache.cli.text import progress
 from weightcache.client import Conversation
+from weightcache.text import progress
 
 if TYPE_CHECKING:
     import argparse

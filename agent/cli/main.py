@@ -11,8 +11,8 @@ import weightcache
 from weightcache import keeper, protocol
 from weightcache.cli import attach, config_command, control, doctor, load, status
 from weightcache.cli.parsing import Parser, add_global, unknown
-from weightcache.cli.text import escape
 from weightcache.errors import WeightcacheError
+from weightcache.text import escape
 
 Command = Callable[..., int]
 

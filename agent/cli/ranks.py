@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from weightcache import config as configuration
 from weightcache import paths, protocol, records
-from weightcache.cli.text import escape
 from weightcache.client import Conversation
 from weightcache.config import Config
 from weightcache.errors import AgentUnavailable, ConfigError, WeightcacheError
 from weightcache.protocol import ErrorInfo, RankReport, RankStatus
+from weightcache.text import escape
 
 if TYPE_CHECKING:
     import argparse

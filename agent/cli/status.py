@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from weightcache import records
 from weightcache.cli import ranks, systemd
 from weightcache.cli.parsing import Parser, add_global, add_rank
-from weightcache.cli.text import coloured, count, duration, escape, moment, paint, progress, size, table, user
 from weightcache.errors import AgentUnavailable, NotReady, StillLoading
+from weightcache.text import coloured, count, duration, escape, moment, paint, progress, size, table, user
 
 if TYPE_CHECKING:
     import argparse

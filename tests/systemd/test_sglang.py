@@ -92,7 +92,7 @@ class Engine:
 
     def text(self) -> str:
         with contextlib.suppress(FileNotFoundError):
-            return self.machine.path(self.log).read_text()
+            return self.machine.path(self.log).read_text(errors="replace")
         return ""
 
     def __enter__(self) -> Self:

@@ -35,7 +35,7 @@ def agent(host, tmp_path):
         started.append(child)
         deadline = time.monotonic() + 20
         while not (host.run / "0.status.sock").exists():
-            assert child.poll() is None, (tmp_path / "agent.log").read_text()
+            assert child.poll() is None, (tmp_path / "agent.log").read_text(errors="replace")
             assert time.monotonic() < deadline
             time.sleep(0.02)
         return child

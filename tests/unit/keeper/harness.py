@@ -78,7 +78,7 @@ class Rig:
         return self.keepers[-1]
 
     def text(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text(errors="replace")
 
     def connect(self) -> socket.socket:
         """A connection."""

@@ -44,7 +44,7 @@ def asked(daemon):
 
 
 def log(daemon):
-    return (daemon.runtime_dir / "0.log").read_text()
+    return (daemon.runtime_dir / "0.log").read_text(errors="replace")
 
 
 def kill(pid, number=signal.SIGKILL):
