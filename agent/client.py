@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import select
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,6 +67,12 @@ class Conversation:
             packet.close()
             raise
         return message, packet.fds
+
+    def readable(self, seconds: float) -> bool:
+        """Whether something (the end included) can be received within ``seconds``."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def request(
         self,

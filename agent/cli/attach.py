@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weightcache.cli import ranks
 from weightcache.cli.parsing import Parser, add_global, add_rank
 from weightcache.errors import ConfigError, UsageError
+from weightcache.monitor.site import choose_ranks
 
 if TYPE_CHECKING:
     import argparse
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     site = ranks.open_site(options)
     config = site.require_config()
     statuses = []
-    for rank in ranks.choose_ranks(site, options.rank):
+    for rank in choose_ranks(site, options.rank):
         extra = ["--socket", str(site.rank(rank).status), "--backend", config.memory.backend]
         gpu = next((entry.gpu for entry in config.ranks if entry.rank == rank), "")
         extra += ["--gpu", gpu] if gpu else []

@@ -9,6 +9,8 @@ from weightcache.cli import ranks
 from weightcache.cli.parsing import Parser, add_global, add_rank, add_wait
 from weightcache.client import Conversation
 from weightcache.errors import NotReady
+from weightcache.monitor.site import Site, choose_ranks
+from weightcache.monitor.view import ANSWER_SECONDS
 from weightcache.text import count, duration, size
 
 if TYPE_CHECKING:
@@ -56,14 +58,14 @@ def _finish(parser: Parser, run: ranks.Runner) -> None:
     parser.set_defaults(run=run, parser=parser)
 
 
-def _open(options: argparse.Namespace) -> tuple[ranks.Site, list[int]]:
+def _open(options: argparse.Namespace) -> tuple[Site, list[int]]:
     site = ranks.open_site(options)
     ranks.warn_of_config(site)
-    return site, ranks.choose_ranks(site, options.rank)
+    return site, choose_ranks(site, options.rank)
 
 
-def _done(site: ranks.Site, rank: int, message: protocol.Message, seconds: float = ranks.ANSWER_SECONDS) -> str:
-    with Conversation(site.rank(rank).status, ranks.ANSWER_SECONDS) as agent:
+def _done(site: Site, rank: int, message: protocol.Message, seconds: float = ANSWER_SECONDS) -> str:
+    with Conversation(site.rank(rank).status, ANSWER_SECONDS) as agent:
         return agent.request(message, protocol.Done, seconds).text
 
 
@@ -71,7 +73,7 @@ def _verify(options: argparse.Namespace) -> int:
     site, chosen = _open(options)
 
     def verify(rank: int) -> str:
-        with Conversation(site.rank(rank).status, ranks.ANSWER_SECONDS) as agent:
+        with Conversation(site.rank(rank).status, ANSWER_SECONDS) as agent:
             got = agent.request(protocol.Verify(), protocol.Verified, options.wait)
         return f"{count(got.sets, 'set')} intact, {size(got.bytes)} read in {duration(got.seconds)}"
 
@@ -87,7 +89,7 @@ def _evict(options: argparse.Namespace) -> int:
     return ranks.report([rank], lambda rank: _done(site, rank, protocol.Evict(set_id, options.force), 60))
 
 
-def _find_set(site: ranks.Site, chosen: list[int], wanted: str) -> tuple[int, str]:
+def _find_set(site: Site, chosen: list[int], wanted: str) -> tuple[int, str]:
     views = [view for view in ranks.query_all(site, chosen) if view.agent == "up"]
     if not views:
         # Nobody to ask: let the first rank's own sentence say why.
@@ -104,7 +106,7 @@ def _find_set(site: ranks.Site, chosen: list[int], wanted: str) -> tuple[int, st
 
 def _drain(options: argparse.Namespace) -> int:
     site, chosen = _open(options)
-    seconds = options.wait + ranks.ANSWER_SECONDS
+    seconds = options.wait + ANSWER_SECONDS
     return ranks.report(chosen, lambda rank: _done(site, rank, protocol.Drain(options.wait), seconds))
 
 

@@ -22,6 +22,7 @@ from weightcache.cli.findings import Finding, note, ok, problem
 from weightcache.cli.parsing import Parser, add_global
 from weightcache.config import Config
 from weightcache.errors import ConfigError
+from weightcache.monitor.site import Site, find_ranks
 from weightcache.text import coloured, count, escape, paint
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
         site = ranks.open_site(options)
     except ConfigError as error:
         # Named on the command line and broken: what can be looked at without it is looked at all the same.
-        site = ranks.Site(Config(), options.runtime_dir or paths.runtime_dir(), error)
+        site = Site(Config(), options.runtime_dir or paths.runtime_dir(), error)
     if site.problem is not None:
         yield problem("configuration", site.problem.message, "edit the file; `wcache config check` looks again")
     elif site.config.path is None:
@@ -85,7 +86,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
     else:
         yield ok("configuration", f"{site.config.path} is valid")
     yield from doctor_agents.directory(site)
-    found = ranks.find_ranks(site)
+    found = find_ranks(site)
     views, units = ranks.query_all(site, found), systemd.of_ranks(site, found)
     yield from doctor_agents.agents(site, views, units)
     yield from doctor_kept.markers(site, views)

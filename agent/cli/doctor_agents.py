@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import weightcache
 from weightcache import paths
-from weightcache.cli import doctor_systemd, ranks
+from weightcache.cli import doctor_systemd
 from weightcache.cli.findings import Finding, note, ok, problem
 from weightcache.client import trusted_uids
 from weightcache.errors import PermissionRefused, VersionSkew
+from weightcache.monitor.site import Site
+from weightcache.monitor.view import RankView
 from weightcache.text import count, user
 
 if TYPE_CHECKING:
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from weightcache.cli.systemd import Units
 
 
-def directory(site: ranks.Site) -> Iterator[Finding]:
+def directory(site: Site) -> Iterator[Finding]:
     """The directory of the sockets: whoever may write there can pose as an agent."""
     where = site.directory
     try:
@@ -47,7 +49,7 @@ def directory(site: ranks.Site) -> Iterator[Finding]:
         yield ok("runtime directory", f"{where} (mode {stat.S_IMODE(found.st_mode):04o}, {user(found.st_uid)})")
 
 
-def agents(site: ranks.Site, views: Sequence[ranks.RankView], units: Units) -> Iterator[Finding]:
+def agents(site: Site, views: Sequence[RankView], units: Units) -> Iterator[Finding]:
     """Every rank's agent: there, answering, of this version, and as configured."""
     if not views:
         yield note("agents", "no rank is configured and no socket exists", _start(site, 0)[0])
@@ -55,14 +57,14 @@ def agents(site: ranks.Site, views: Sequence[ranks.RankView], units: Units) -> I
         yield from _agent(site, view, units)
 
 
-def _agent(site: ranks.Site, view: ranks.RankView, units: Units) -> Iterator[Finding]:
+def _agent(site: Site, view: RankView, units: Units) -> Iterator[Finding]:
     status, subject = view.status, f"rank {view.status.rank}"
     start, restart = _start(site, status.rank)
-    if view.agent == "down":
+    if view.agent != "up":
         reason = view.reason.message if view.reason else ""
-        if isinstance(view.reason, VersionSkew):
+        if view.reason and view.reason.code == VersionSkew.code:
             yield problem(subject, reason, f"install the same version everywhere, then {restart}")
-        elif isinstance(view.reason, PermissionRefused):
+        elif view.reason and view.reason.code == PermissionRefused.code:
             yield problem(subject, reason, "see the line about rights")
         else:
             yield doctor_systemd.down(status.rank, units) or problem(subject, reason, start)
@@ -85,7 +87,7 @@ def _agent(site: ranks.Site, view: ranks.RankView, units: Units) -> Iterator[Fin
     yield from _as_configured(site, view)
 
 
-def _start(site: ranks.Site, rank: int) -> tuple[str, str]:
+def _start(site: Site, rank: int) -> tuple[str, str]:
     """How to start and restart an agent: systemd looks after those in the system's directory."""
     if site.directory == paths.SYSTEM_RUNTIME_DIR:
         unit = f"weightcache@{rank}"
@@ -93,7 +95,7 @@ def _start(site: ranks.Site, rank: int) -> tuple[str, str]:
     return f"python3 -m weightcache.server --rank {rank}", f"restart the agent of rank {rank}"
 
 
-def _as_configured(site: ranks.Site, view: ranks.RankView) -> Iterator[Finding]:
+def _as_configured(site: Site, view: RankView) -> Iterator[Finding]:
     status, config = view.status, site.config
     if config.path is None or site.problem is not None:
         return

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from weightcache import records
-from weightcache.cli import ranks
 from weightcache.cli.findings import Finding, note
 from weightcache.cli.systemd import Units, service_name
+from weightcache.monitor.site import Site
+from weightcache.monitor.view import RankView
 from weightcache.protocol import DrainInfo
 from weightcache.text import moment, size, user
 
@@ -18,7 +19,7 @@ PROC = Path("/proc")
 _MAX_MARKER = 1 << 16
 
 
-def owners(views: Sequence[ranks.RankView], units: Units) -> Iterator[Finding]:
+def owners(views: Sequence[RankView], units: Units) -> Iterator[Finding]:
     """One line for each rank that holds weights."""
     for view in views:
         held = sum(entry.bytes for entry in view.status.sets)
@@ -26,7 +27,7 @@ def owners(views: Sequence[ranks.RankView], units: Units) -> Iterator[Finding]:
             yield _owner(view, held, units)
 
 
-def _owner(view: ranks.RankView, held: int, units: Units) -> Finding:
+def _owner(view: RankView, held: int, units: Units) -> Finding:
     status, rank = view.status, view.status.rank
     unit = service_name(rank)
     if by_systemd := status.kept == "store" and unit in units.found:
@@ -67,7 +68,7 @@ def _parent(pid: int) -> tuple[int, str] | None:
     return int(found[1]), name if name == "systemd" else "wcache keeper"
 
 
-def markers(site: ranks.Site, views: Sequence[ranks.RankView]) -> Iterator[Finding]:
+def markers(site: Site, views: Sequence[RankView]) -> Iterator[Finding]:
     """What an agent that is down left for the next one to find."""
     for view in views:
         if view.agent == "up":
@@ -100,7 +101,7 @@ def _marker(path: Path) -> object | None:
     return {} if body is None else body
 
 
-def suspects(views: Sequence[ranks.RankView]) -> Iterator[Finding]:
+def suspects(views: Sequence[RankView]) -> Iterator[Finding]:
     """Sets that are being examined; those that are damaged make the rank degraded, which it says."""
     for view in views:
         for entry in view.status.sets:

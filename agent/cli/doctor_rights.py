@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from weightcache.cli import ranks
 from weightcache.cli.findings import Finding, ok, problem
 from weightcache.cli.systemd import Units
+from weightcache.monitor.site import Site, find_ranks
 from weightcache.text import user
 
 ACCESS_SECONDS = 10.0
@@ -20,9 +20,9 @@ _ACL = "system.posix_acl_access"
 _TEST = 'test -x "$1" || echo "$1"; shift; for file; do test -r "$file" || { echo "$file"; break; }; done'
 
 
-def sockets(site: ranks.Site) -> Iterator[Finding]:
+def sockets(site: Site) -> Iterator[Finding]:
     """Whether this process may connect to the public sockets, and through which group."""
-    found = ranks.find_ranks(site)
+    found = find_ranks(site)
     for name in site.config.policy.publishers:
         yield from _publisher(site, found, name)
     wanted = site.config.agent.socket_group
@@ -66,7 +66,7 @@ def _membership(wanted: grp.struct_group, groups: set[int]) -> Finding:
     )
 
 
-def _one_group(site: ranks.Site, rank: int, public: int) -> Iterator[Finding]:
+def _one_group(site: Site, rank: int, public: int) -> Iterator[Finding]:
     """The public socket is the unit's, the status socket the agent's: both have to mean the same engines."""
     subject, name = "rights", site.config.agent.socket_group
     group, status = _group(public).gr_name, _gid(site.rank(rank).status)
@@ -82,7 +82,7 @@ def _one_group(site: ranks.Site, rank: int, public: int) -> Iterator[Finding]:
         yield problem(subject, text, advice)
 
 
-def _publisher(site: ranks.Site, found: Sequence[int], name: str) -> Iterator[Finding]:
+def _publisher(site: Site, found: Sequence[int], name: str) -> Iterator[Finding]:
     try:
         entry = pwd.getpwuid(int(name)) if name.isascii() and name.isdigit() else pwd.getpwnam(name)
     except (KeyError, OverflowError):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weightcache.cli import ranks
 from weightcache.cli.findings import Finding, note, ok, problem
 from weightcache.cli.systemd import LOADER_SOCKET, Unit, Units
+from weightcache.monitor.view import RankView
 from weightcache.protocol import RankStatus
 from weightcache.text import count
 
@@ -45,7 +45,7 @@ def down(rank: int, units: Units) -> Finding | None:
     return problem(subject, f"stopped: {listener.name} does not listen", f"systemctl enable --now {listener.name}")
 
 
-def units(views: Sequence[ranks.RankView], found: Units) -> Iterator[Finding]:
+def units(views: Sequence[RankView], found: Units) -> Iterator[Finding]:
     """What is wrong with the units. Says nothing of ranks without."""
     if found.silent:
         yield note("systemd", "systemctl does not answer", "a long daemon-reload, or a system that is overloaded?")
@@ -58,7 +58,7 @@ def units(views: Sequence[ranks.RankView], found: Units) -> Iterator[Finding]:
         yield from _loader_socket(found.loader_socket, views, found)
 
 
-def _service(view: ranks.RankView, service: Unit) -> Iterator[Finding]:
+def _service(view: RankView, service: Unit) -> Iterator[Finding]:
     subject, status = service.name, view.status
     if service["LoadState"] == "masked":
         if service.active:
@@ -125,7 +125,7 @@ def _boot(rank: int, found: Units) -> Iterator[Finding]:
         yield ok(listener.name, "enabled; after a boot the first engine that asks starts the agent")
 
 
-def _loader_socket(listener: Unit, views: Sequence[ranks.RankView], found: Units) -> Iterator[Finding]:
+def _loader_socket(listener: Unit, views: Sequence[RankView], found: Units) -> Iterator[Finding]:
     services = [found.service(view.status.rank) for view in views]
     if listener.active:
         yield ok(LOADER_SOCKET, "listens")

@@ -13,6 +13,8 @@ from weightcache import protocol
 from weightcache.cli import ranks
 from weightcache.cli.parsing import Parser, add_global, add_rank, add_wait
 from weightcache.client import Conversation
+from weightcache.monitor.site import choose_ranks
+from weightcache.monitor.view import ANSWER_SECONDS
 from weightcache.text import progress
 
 if TYPE_CHECKING:
@@ -47,12 +49,12 @@ def run(options: argparse.Namespace) -> int:
     """Ask all ranks at the same time: the ranks of one model load together."""
     site = ranks.open_site(options)
     ranks.warn_of_config(site)
-    chosen = ranks.choose_ranks(site, options.rank)
+    chosen = choose_ranks(site, options.rank)
     wait = site.config.loader.timeout_seconds if options.wait is None else options.wait
     display = Display()
 
     def load(rank: int) -> str:
-        with Conversation(site.rank(rank).public, ranks.ANSWER_SECONDS) as agent:
+        with Conversation(site.rank(rank).public, ANSWER_SECONDS) as agent:
             request, answer = protocol.Load(wait), protocol.Loaded
             loaded = agent.request(request, answer, wait + GRACE_SECONDS, lambda now: display.update(rank, now))
         return f"ready, set {loaded.set_id}"

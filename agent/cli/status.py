@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from weightcache import records
 from weightcache.cli import ranks, systemd
 from weightcache.cli.parsing import Parser, add_global, add_rank
-from weightcache.errors import AgentUnavailable, NotReady, StillLoading
+from weightcache.monitor.site import find_ranks
+from weightcache.monitor.view import RankView, plain, verdict
 from weightcache.text import coloured, count, duration, escape, moment, paint, progress, size, table, user
 
 if TYPE_CHECKING:
@@ -56,28 +56,16 @@ def run(options: argparse.Namespace) -> int:
     """Print the states and say by the exit status whether all is well."""
     site = ranks.open_site(options)
     ranks.warn_of_config(site)
-    views = ranks.query_all(site, ranks.find_ranks(site) if options.rank is None else [options.rank])
-    down = [view.status.rank for view in views if isinstance(view.reason, AgentUnavailable)]
+    views = ranks.query_all(site, find_ranks(site) if options.rank is None else [options.rank])
+    down = [view.status.rank for view in views if view.agent == "down"]
     if options.json:
-        print(json.dumps({"schema": 1, "ranks": [_plain(view) for view in views]}, indent=2))
+        print(json.dumps({"schema": 1, "ranks": [plain(view) for view in views]}, indent=2))
     elif views:
         print("\n".join(_lines(views, systemd.of_ranks(site, down))))
-    if all(view.agent == "down" for view in views):
-        # Leaves with the sentence of the first agent that is there but refuses this user or speaks another protocol.
-        told = [view.reason for view in views if view.reason and not isinstance(view.reason, AgentUnavailable)]
-        raise told[0] if told else AgentUnavailable(f"no agent answers in {site.directory}")
-    waiting = [view for view in views if view.agent == "down" or view.status.state != "ready"]
-    if not waiting:
-        return 0
-    loading = all(view.agent == "up" and view.status.state == "loading" for view in waiting)
-    return StillLoading.exit_status if loading else NotReady.exit_status
+    return verdict(site, views)
 
 
-def _plain(view: ranks.RankView) -> dict[str, Any]:
-    return {**records.to_plain(view.status), "agent": view.agent}
-
-
-def _lines(views: list[ranks.RankView], units: Units) -> list[str]:
+def _lines(views: list[RankView], units: Units) -> list[str]:
     lines = table(HEADER, [_row(view) for view in views], RIGHT)
     if coloured(sys.stdout):
         for i, view in enumerate(views, 1):
@@ -88,7 +76,7 @@ def _lines(views: list[ranks.RankView], units: Units) -> list[str]:
     return lines
 
 
-def _row(view: ranks.RankView) -> tuple[str, ...]:
+def _row(view: RankView) -> tuple[str, ...]:
     status = view.status
     leases = sum(len(entry.leases) for entry in status.sets) + len(status.orphans)
     newest = max((entry.published_at for entry in status.sets), default=None)
@@ -106,16 +94,16 @@ def _row(view: ranks.RankView) -> tuple[str, ...]:
     )
 
 
-def _why_down(view: ranks.RankView) -> str:
+def _why_down(view: RankView) -> str:
     # An agent that refuses this user, or speaks another protocol, is not down.
-    return "down" if isinstance(view.reason, AgentUnavailable) else "not to be asked"
+    return "down" if view.agent == "down" else "not to be asked"
 
 
-def _details(view: ranks.RankView, units: Units) -> list[str]:
+def _details(view: RankView, units: Units) -> list[str]:
     status = view.status
     lines = []
-    if view.agent == "down":
-        known = f"last known {duration(time.time() - view.known_at)} ago" if view.known_at else "nothing known"
+    if view.agent != "up":
+        known = f"last known {duration(time.time() - view.heard_at)} ago" if view.heard_at else "nothing known"
         lines.append(f"agent {_why_down(view)}, {known}: {escape(view.reason.message if view.reason else '')}")
         lines += _unit_lines(status.rank, units)
     elif status.sets and status.kept == "lost":

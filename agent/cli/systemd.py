@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightcache import paths
-from weightcache.cli.ranks import Site
+from weightcache.monitor.site import Site
 
 SECONDS = 5.0
 """systemd is deaf during a long daemon-reload; nobody waits for it any longer."""

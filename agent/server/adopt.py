@@ -1,7 +1,10 @@
 """What the descriptor store hands back to a new agent: complete sets, by name, and the rest, which is removed.
 
-The order of the descriptors means nothing (systemd hands them out reversed). A set counts only if its record can be
-read, every descriptor that the record names is there, and the same holds for all sets of its commit.
+The order of the descriptors means nothing (systemd hands them out reversed). A set counts if its record can be read,
+every descriptor that the record names is there, and no other set of its commit has descriptors but no record: that, and
+only that, is a commit that a crash tore while it was being stored. A set of which nothing is there was evicted; a set
+whose record is there and descriptors are missing was being evicted, or stored again. Both concern no other set. See
+``fdstore`` for the order of messages that this rests on.
 """
 
 from __future__ import annotations
@@ -36,7 +39,10 @@ class Adopted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """Complete sets, oldest first; descriptors of no use, for the caller to close; names to remove from the store."""
+    """Complete sets, oldest first; descriptors of no use, for the caller to close; names to remove from the store.
+
+    Removed in this order, what is left after any of them is sorted out in the same way.
+    """
 
     sets: tuple[Adopted, ...]
     fds: tuple[int, ...]
@@ -55,15 +61,17 @@ def sort_out(stored: Sequence[tuple[str, int]]) -> Adoption:
                 found[set_id] = Adopted(_complete(set_id, named), fd)
             except (ProtocolError, ValueError, OSError, RecursionError) as error:
                 log.warning("set %.40s in the descriptor store is not complete and is removed: %s", set_id, error)
-    while torn := [i for i, a in found.items() if not found.keys() >= {*a.complete.record.companions}]:
-        for set_id in torn:
-            del found[set_id]
-    sets = found.values()
+    parts = [name.rpartition(".") for name in named]
+    bare = {set_id for set_id, _, _ in parts} - {set_id for set_id, _, part in parts if part == RECORD}
+    torn = {set_id for set_id, adopted in found.items() if bare.intersection(adopted.complete.record.companions)}
+    sets = [adopted for set_id, adopted in found.items() if set_id not in torn]
     used = {fd for adopted in sets for fd in (*adopted.complete.fds, adopted.record_fd)}
     keep = {f"{c.record.id}.{part}" for c, _ in sets for part in (RECORD, *range(len(c.fds)))}
-    useless = sorted({name for name, _ in stored} - keep)
+    # First what makes the sets of torn commits look whole, last what says that the others are not.
+    first = {f"{set_id}.{RECORD}" for set_id in torn}
+    useless = sorted(named.keys() - keep, key=lambda name: (name not in first, name.endswith(f".{RECORD}"), name))
     # Canaries come and go.
-    if told := ", ".join(name[:40] for name in useless if not name.startswith(CANARY)):
+    if told := ", ".join(name[:40] for name in sorted(useless) if not name.startswith(CANARY)):
         log.warning("closing descriptors that belong to no complete set: %s", told)
     return Adoption(
         sets=tuple(sorted(sets, key=lambda a: (a.complete.record.published_at, _place(a.complete.record)))),

@@ -186,14 +186,14 @@ class Agent:
         )
 
     async def abandon(self, sets: Sequence[Complete]) -> None:
-        """Give up sets that were never committed."""
-        for record, fds in sets:
-            try:
-                await self.keeper.forget(record.id)
-            except WeightcacheError as error:
-                log.warning("set %s may stay in the descriptor store: %s", record.id, error.message)
-            finally:
-                await asyncio.to_thread(close_all, fds)
+        """Give up the sets of a load that were never committed."""
+        try:
+            await self.keeper.take_back(sets)
+        except WeightcacheError as error:
+            names = ", ".join(complete.record.id for complete in sets)
+            log.warning("sets %s may stay in the descriptor store: %s", names, error.message)
+        finally:
+            await asyncio.to_thread(close_all, [fd for complete in sets for fd in complete.fds])
 
     def adopt(self, sets: Iterable[Complete]) -> None:
         """Take over what an earlier agent published, as it was."""

@@ -4,6 +4,17 @@ A set of N arenas is N + 2 descriptors, stored under ``ID.record`` (a sealed mem
 ``ID.0`` (the manifest) and ``ID.1`` to ``ID.N``. The store says nothing when it refuses one. So a *canary* is stored
 last: the write end of a pipe. If the pipe hangs up, the manager does not hold it, and then nothing is certain. It stays
 there as a tripwire: a daemon-reload that empties the store is noticed at once, and everything is stored again.
+
+The agent may be killed between any two messages. Their order tells its successor what that meant (see ``adopt``):
+
+- a commit is stored: the memory of all its sets, then all records. Memory without a record is a commit that is not whole
+- it is taken back: all records, then the memory; so the first message ends it for all its sets
+- one set is evicted: its memory, then its record. It is not whole any more, which concerns no other set
+- sets are stored again: each one's record, then its memory, as if it had been evicted and came back
+
+What no order prevents: if the manager itself drops a part (a reload that empties the store or changes its limit) and
+the agent is killed before it has stored that again, half of a commit that was just being stored may be adopted, and a
+set may be lost because its companion's memory is there without the record.
 """
 
 from __future__ import annotations
@@ -112,24 +123,28 @@ class FdStore:
                 await self._tidy()  # what is to go must not take the room of what comes
                 if not await self._guarded():
                     raise _rejected(f"{needed} are needed")
-                for complete in sets:
-                    self._entries[complete.record.id] = _entry(complete)
-                    await self._store(complete.record.id)
-                if not await self._secure():
+                new = [complete.record.id for complete in sets]
+                self._entries |= {complete.record.id: _entry(complete) for complete in sets}
+                await self._store_commit(new)
+                if not await self._secure(new):
                     raise _rejected(f"{needed} are needed")
             except BaseException:
-                for complete in sets:
-                    self._discard(complete.record.id)
+                self._take_back(sets)
                 await self._tidy()
                 raise
+
+    async def take_back(self, sets: Sequence[Complete]) -> None:
+        """Remove all sets of a commit that was kept for nothing, as ``forget`` does; a successor finds all or none."""
+        async with self._lock:
+            self._take_back(sets)
+            await self._let_go()
 
     async def forget(self, set_id: str) -> None:
         """Remove a set, and return when the manager has let go of it: the last close is then this process's."""
         async with self._lock:
-            self._discard(set_id)
-            if self._stale:
-                await self._tidy()
-                await self._manager.barrier()
+            memory, record = self._discard(set_id)
+            self._stale += memory + record
+            await self._let_go()
 
     async def close(self) -> None:
         """End the watch; the store keeps what it has."""
@@ -143,17 +158,36 @@ class FdStore:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    async def _store(self, set_id: str) -> None:
-        entry = self._entries[set_id]
-        for number, fd in enumerate(entry.fds):
+    async def _store_memory(self, set_id: str) -> None:
+        for number, fd in enumerate(self._entries[set_id].fds):
             await self._manager.store(f"{set_id}.{number}", fd)
-        await self._manager.store(f"{set_id}.{RECORD}", entry.record)
 
-    def _discard(self, set_id: str) -> None:
-        if entry := self._entries.pop(set_id, None):
-            os.close(entry.record)
-            # The record first: a set without one is never adopted.
-            self._stale += [f"{set_id}.{part}" for part in (RECORD, *range(len(entry.fds)))]
+    async def _store_record(self, set_id: str) -> None:
+        await self._manager.store(f"{set_id}.{RECORD}", self._entries[set_id].record)
+
+    async def _store_commit(self, new: Sequence[str]) -> None:
+        for set_id in new:
+            await self._store_memory(set_id)
+        for set_id in new:
+            await self._store_record(set_id)
+
+    def _discard(self, set_id: str) -> tuple[list[str], list[str]]:
+        """Own a set no more; returns the names of its memory and of its record in the store."""
+        entry = self._entries.pop(set_id, None)
+        if entry is None:
+            return [], []
+        os.close(entry.record)
+        return [f"{set_id}.{number}" for number in range(len(entry.fds))], [f"{set_id}.{RECORD}"]
+
+    def _take_back(self, sets: Sequence[Complete]) -> None:
+        gone = [self._discard(complete.record.id) for complete in sets]
+        self._stale += [name for _, record in gone for name in record]
+        self._stale += [name for memory, _ in gone for name in memory]
+
+    async def _let_go(self) -> None:
+        if self._stale:
+            await self._tidy()
+            await self._manager.barrier()
 
     async def _tidy(self) -> None:
         while self._stale:
@@ -171,19 +205,30 @@ class FdStore:
 
     async def _store_all(self) -> bool:
         """Store everything again (what is still there is recognized and not stored twice); whether all is held."""
-        for set_id in self._entries:
-            await self._store(set_id)
+        await self._store_again()
         return await self._secure()
 
-    async def _secure(self) -> bool:
-        """Plant a canary, and store everything again if the store was emptied meanwhile; whether all is held."""
+    async def _store_again(self, new: Sequence[str] = ()) -> None:
+        # Nobody knows of the ``new`` ones yet: they begin anew, or their records would be there before their memory.
+        self._stale += [f"{set_id}.{RECORD}" for set_id in new]
+        await self._tidy()
+        for set_id in self._entries:
+            if set_id not in new:
+                await self._store_record(set_id)
+                await self._store_memory(set_id)
+        await self._store_commit(new)
+
+    async def _secure(self, new: Sequence[str] = ()) -> bool:
+        """Plant a canary, and store everything again if the store was emptied meanwhile; whether all is held.
+
+        ``new`` are the sets of a commit that is being stored.
+        """
         for _ in range(ATTEMPTS):
             if (planted := await self._plant()) is not _Planted.EMPTIED:
                 return planted is _Planted.HOLDS
             if self._canary is None:  # what is stored now would be unguarded
                 continue
-            for set_id in self._entries:
-                await self._store(set_id)
+            await self._store_again(new)
         return False
 
     async def _plant(self) -> _Planted:

@@ -21,12 +21,16 @@ class Keeper(Protocol):
     async def keep(self, sets: Sequence[Complete]) -> None:
         """Return when the sets are safe. An error (a WeightcacheError) refuses the commit; nothing of it stays then.
 
-        The descriptors stay the caller's, and stay open until ``forget``.
+        The descriptors stay the caller's, and stay open until ``take_back`` or ``forget``.
         """
         ...
 
+    async def take_back(self, sets: Sequence[Complete]) -> None:
+        """Let go of a commit that was given up after all: of all its sets together, whenever the agent is killed."""
+        ...
+
     async def forget(self, set_id: str) -> None:
-        """Let go of a set, before the agent closes its own descriptors."""
+        """Let go of one set, before the agent closes its own descriptors; the others of its commit stay."""
         ...
 
 
@@ -37,6 +41,9 @@ class ProcessOnly:
 
     async def keep(self, sets: Sequence[Complete]) -> None:
         """Nothing to do: the agent holds the descriptors already."""
+
+    async def take_back(self, sets: Sequence[Complete]) -> None:
+        """Nothing to do."""
 
     async def forget(self, set_id: str) -> None:
         """Nothing to do."""

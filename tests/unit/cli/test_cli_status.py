@@ -136,7 +136,7 @@ def test_an_agent_of_another_protocol(host):
 
 
 def test_an_agent_that_stays_silent_delays_nobody_else(host, make_status, monkeypatch):
-    monkeypatch.setattr("weightcache.cli.ranks.ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr("weightcache.monitor.view.ANSWER_SECONDS", 0.3)
     host.agent(0, RankReport(make_status(0)))
     host.agent(1)
     host.agent(2)

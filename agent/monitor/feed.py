@@ -1,0 +1,122 @@
+"""One rank's subscription: a thread that listens to the agent, and to its successor when it is restarted."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from weightcache.client import Conversation
+from weightcache.errors import AgentUnavailable, ProtocolError, WeightcacheError
+from weightcache.monitor import view
+from weightcache.monitor.snapshot import RankEvent
+from weightcache.monitor.view import RankView
+from weightcache.protocol import Observed, Watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from weightcache.monitor.site import Site
+
+KEPT_EVENTS = 200
+QUIET_SECONDS = 10.0
+"""The agent says something at least this often (weightcache.server.watch)."""
+
+PATIENCE_SECONDS = 3 * QUIET_SECONDS
+FIRST_RETRY_SECONDS = 0.2
+LAST_RETRY_SECONDS = 2.0
+TICK_SECONDS = 0.5
+"""A closed feed ends within this."""
+
+
+class Feed:
+    """What is known of one rank now. An agent that goes away is a state, not an error.
+
+    ``changed`` is called, from the feed's thread, after each change.
+    """
+
+    def __init__(self, site: Site, rank: int, seconds: float, changed: Callable[[], None]) -> None:
+        self.rank = rank
+        self.answered = threading.Event()
+        """Set when the first answer, or its absence, is known."""
+        self._site = site
+        self._seconds = seconds
+        self._changed = changed
+        self._lock = threading.Lock()
+        self._view: RankView | None = None
+        self._events: collections.deque[RankEvent] = collections.deque(maxlen=KEPT_EVENTS)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"feed-{rank}", daemon=True)
+        self._thread.start()
+
+    def pace(self, seconds: float) -> None:
+        """Hear at most once in so many seconds; the subscription is renewed for it."""
+        self._seconds = seconds
+
+    def now(self) -> tuple[RankView | None, tuple[RankEvent, ...]]:
+        """The rank as last heard, None before the first answer, and its latest events, oldest first."""
+        with self._lock:
+            return self._view, tuple(self._events)
+
+    def close(self) -> None:
+        """End the subscription; the thread ends within TICK_SECONDS."""
+        self._closing.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread, at most ``seconds``."""
+        self._thread.join(seconds)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        delay = FIRST_RETRY_SECONDS
+        while not self._closing.is_set():
+            before = self._view
+            try:
+                self._listen()
+                delay = FIRST_RETRY_SECONDS  # closed, or at another pace
+            except WeightcacheError as error:
+                if self._view is not before:  # it had answered
+                    delay = FIRST_RETRY_SECONDS
+                self._heard(self._without_agent(error), ())
+                self._closing.wait(delay)
+                delay = min(2 * delay, LAST_RETRY_SECONDS)
+
+    def _listen(self) -> None:
+        """Until the feed is closed or wants another pace. Raises what ended the subscription."""
+        seconds = self._seconds
+        newest = 0
+        with Conversation(self._site.rank(self.rank).status, view.ANSWER_SECONDS) as agent:
+            agent.send(Watch(seconds), timeout=view.ANSWER_SECONDS)
+            deadline = time.monotonic() + view.ANSWER_SECONDS
+            while self._seconds == seconds and not self._closing.is_set():
+                if not agent.readable(TICK_SECONDS):
+                    if time.monotonic() > deadline:
+                        raise AgentUnavailable(f"the agent at {agent.path} stopped answering")
+                    continue
+                message, _ = agent.receive(view.ANSWER_SECONDS)
+                if not isinstance(message, Observed):
+                    raise ProtocolError(f"the agent at {agent.path} answered {type(message).__name__}")
+                deadline = time.monotonic() + max(PATIENCE_SECONDS, 3 * seconds)
+                fresh = [event for event in message.events if event.serial > newest]
+                newest = max([newest, *(event.serial for event in fresh)])
+                events = tuple(RankEvent(self.rank, event) for event in fresh)
+                self._heard(RankView(message.status, "up", None, time.time()), events)
+
+    def _without_agent(self, error: WeightcacheError) -> RankView:
+        found = view.unanswered(self._site, self.rank, error)
+        if self._view is not None and self._view.heard_at > found.heard_at:
+            # An agent that crashed said more to its subscribers than to its file.
+            return dataclasses.replace(found, status=self._view.status, heard_at=self._view.heard_at)
+        return found
+
+    def _heard(self, found: RankView, events: tuple[RankEvent, ...]) -> None:
+        with self._lock:
+            self._view = found
+            # A new subscription begins with events that may be known already.
+            known = {(event.happened.at, event.happened.serial) for event in self._events}
+            self._events += (event for event in events if (event.happened.at, event.happened.serial) not in known)
+        self.answered.set()
+        self._changed()

@@ -1,0 +1,103 @@
+"""The living host as a source of snapshots: one thread a rank, one for devices and processes, one for the engines.
+
+Whoever asks for a snapshot gets what the threads found last, and never waits for an agent, a driver or an engine.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import weightcache
+from weightcache.monitor import site as sites
+from weightcache.monitor.feed import Feed
+from weightcache.monitor.snapshot import RankEvent, Snapshot
+
+if TYPE_CHECKING:
+    from weightcache.monitor.host import Host
+    from weightcache.monitor.site import Site
+    from weightcache.monitor.view import RankView
+
+KEPT_EVENTS = 200
+SEARCH_SECONDS = 5.0
+"""How often new ranks are looked for."""
+
+
+class Live:
+    """Observes the ranks of ``site``: those of ``only``, or all that there are or come to be.
+
+    ``host`` gathers what the agents cannot know; without it a snapshot has no devices and no engines.
+    """
+
+    def __init__(self, site: Site, only: int | None, seconds: float, host: Host | None) -> None:
+        self.changed = threading.Event()
+        """Set after each change of a rank; the reader clears it."""
+        self._site = site
+        self._only = only
+        self._seconds = seconds
+        self._host = host
+        self._feeds: dict[int, Feed] = {}
+        self._searched = 0.0
+        self._search()
+
+    def snapshot(self) -> Snapshot:
+        """What is known now."""
+        if time.monotonic() - self._searched > SEARCH_SECONDS:
+            self._search()
+        ranks: list[RankView] = []
+        events: list[RankEvent] = []
+        for rank in sorted(self._feeds):
+            view, happened = self._feeds[rank].now()
+            if view is not None:
+                ranks.append(view)
+            events += happened
+        events.sort(key=lambda event: event.happened.at)
+        facts = self._host.now(ranks) if self._host else None
+        problem = self._site.problem.message if self._site.problem else ""
+        return Snapshot(
+            at=time.time(),
+            host=socket.gethostname(),
+            version=weightcache.__version__,
+            driver=facts.driver if facts else "",
+            problem=problem or (facts.problem if facts else ""),
+            ranks=tuple(ranks),
+            devices=facts.devices if facts else (),
+            engines=facts.engines if facts else (),
+            events=tuple(events[-KEPT_EVENTS:]),
+        )
+
+    def first(self, seconds: float) -> Snapshot:
+        """The first snapshot in which every rank answered or is known not to; at most ``seconds`` are waited."""
+        deadline = time.monotonic() + seconds
+        for feed in self._feeds.values():
+            feed.answered.wait(max(deadline - time.monotonic(), 0))
+        if self._host:
+            self._host.now([view for feed in self._feeds.values() if (view := feed.now()[0])])
+            self._host.wait(max(deadline - time.monotonic(), 0))
+        return self.snapshot()
+
+    def pace(self, seconds: float) -> None:
+        """Gather every so many seconds."""
+        self._seconds = seconds
+        for feed in self._feeds.values():
+            feed.pace(seconds)
+        if self._host:
+            self._host.pace(seconds)
+
+    def close(self) -> None:
+        """End all threads; those that hang are left behind."""
+        for feed in self._feeds.values():
+            feed.close()
+        if self._host:
+            self._host.close()
+        for feed in self._feeds.values():
+            feed.join(1.0)
+
+    def _search(self) -> None:
+        self._searched = time.monotonic()
+        found = sites.find_ranks(self._site) if self._only is None else [self._only]
+        for rank in found:
+            if rank not in self._feeds:
+                self._feeds[rank] = Feed(self._site, rank, self._seconds, self.changed.set)

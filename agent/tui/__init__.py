@@ -1,0 +1,1 @@
+"""wcache-top: the screen of an operator."""
