@@ -40,7 +40,7 @@ find_python() {
 
 make_engine_0_5_23() { # DIRECTORY
     "$python" -m venv "$1"
-    pip_into "$1" -r "$here/sglang-0.5.23.txt" -r "$here/tools.txt"
+    pip_into "$1" -r "$here/sglang-0.5.23.txt" -r "$here/agent.txt" -r "$here/tools.txt"
     # --no-deps: SGLang's own list asks for many GB of kernels that only a GPU can run.
     pip_into "$1" --no-deps sglang==0.5.23
 }
@@ -53,7 +53,7 @@ make_engine_0_5_17() { # DIRECTORY
 
 make_agent() { # DIRECTORY
     "$python" -m venv --without-pip "$1"
-    pip_into "$1" --no-deps -r "$here/agent.txt"
+    pip_into "$1" --no-deps -r "$here/agent.txt" "$(grep ^psutil== "$here/sglang-0.5.23.txt")"
 }
 
 site_packages() { "$1/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
@@ -90,9 +90,9 @@ if ! flock -n "$lock"; then
 fi
 
 installer=$base/bin/python
-ensure engine-0.5.23 make_engine_0_5_23 "$here/sglang-0.5.23.txt" "$here/tools.txt"
+ensure engine-0.5.23 make_engine_0_5_23 "$here"/{sglang-0.5.23,agent,tools}.txt
 ensure engine-0.5.17 make_engine_0_5_17 "$here/sglang-0.5.17.txt" "$base/.stamp"
-ensure agent make_agent "$here/agent.txt"
+ensure agent make_agent "$here"/{sglang-0.5.23,agent}.txt
 for name in engine-0.5.23 engine-0.5.17 agent; do
     "$envs/$name/bin/python" -I "$here/link.py" "$root"
 done
