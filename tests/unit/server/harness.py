@@ -156,8 +156,8 @@ class Agent:
                 self.process.wait()
 
     def text(self) -> str:
-        """The agent's log."""
-        return self.log.read_text()
+        """The agent's log. It may be read while a character is being written."""
+        return self.log.read_text(errors="replace")
 
     # -- questions -------------------------------------------------------------------------------------------------
 
