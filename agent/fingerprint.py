@@ -71,6 +71,14 @@ class Difference:
     engine: Value
     consequence: str
 
+    def clipped(self, longest: int) -> Difference:
+        """The same with texts of at most ``longest`` characters."""
+        return dataclasses.replace(self, cached=_clip(self.cached, longest), engine=_clip(self.engine, longest))
+
+
+def _clip(value: Value, longest: int) -> Value:
+    return value if isinstance(value, int) or len(value) <= longest else value[:longest] + "..."
+
 
 CONSEQUENCES = {f.name: str(f.metadata["consequence"]) for f in dataclasses.fields(Fingerprint)}
 

@@ -110,12 +110,31 @@ class DrainInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """An engine that asked for weights and did not get them; ``at`` is seconds since the epoch.
+
+    ``differences`` are those of a mismatch: the resident value, the engine's, and what serving it anyway would mean.
+    """
+
+    at: float
+    pid: int
+    uid: int
+    unit: str
+    command: str
+    role: str
+    code: str
+    message: str
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankStatus:
     """One rank, as ``wcache status --json`` prints it.
 
     ``kept`` says who holds the descriptors besides the engines: ``process`` (the agent alone), ``store`` (the service
     manager too) or ``lost`` (the service manager dropped them; they are being stored again). ``counts`` says how often
     each event of the journal happened since this agent started; refusals are counted by code ("refused:mismatch").
+    ``refusals`` are the latest ones, oldest first.
     """
 
     rank: int
@@ -133,6 +152,7 @@ class RankStatus:
     drained: DrainInfo | None
     kept: str = "process"
     counts: dict[str, int] = field(default_factory=dict)
+    refusals: tuple[Refusal, ...] = ()
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import argparse
 
     from weightcache.cli.systemd import Units
-    from weightcache.protocol import LeaseStatus, SetStatus
+    from weightcache.protocol import LeaseStatus, Refusal, SetStatus
 
 DESCRIPTION = """\
 Show the state of every rank of this host. A rank whose agent does not answer is shown as last known.
@@ -114,6 +114,7 @@ def _details(view: RankView, units: Units) -> list[str]:
             lines.append(f"  suspect, and being examined: {escape(entry.suspect)}")
         lines += [f"  {_lease_line(lease)}" for lease in entry.leases]
     lines += [f"engine of a set that is gone: {_lease_line(lease)}" for lease in status.orphans]
+    lines += [_refusal_line(refusal) for refusal in status.refusals[-1:]]
     if status.progress is not None:
         lines.append(f"loading: {progress(status.progress)}")
     if status.drained is not None:
@@ -144,6 +145,11 @@ def _set_line(entry: SetStatus) -> str:
         f"{count(entry.tensors, 'tensor')}, {size(entry.bytes)} in {count(entry.arenas, 'arena')}, "
         f"loaded in {duration(entry.load_seconds)} at {moment(entry.published_at)}"
     )
+
+
+def _refusal_line(refusal: Refusal) -> str:
+    ago = duration(time.time() - refusal.at)
+    return f"refused {ago} ago: engine {refusal.pid} ({user(refusal.uid)}): {escape(refusal.message)}"
 
 
 def _lease_line(lease: LeaseStatus) -> str:

@@ -13,6 +13,7 @@ from weightcache.protocol import DrainInfo, ErrorInfo
 from weightcache.server import leases, markers
 from weightcache.server.journal import event
 from weightcache.server.production import Production
+from weightcache.server.refusals import Refusals
 from weightcache.server.sets import ADOPTED, Complete, Record, ResidentSet, Sets
 from weightcache.server.states import Backoff, Facts, State, state_of
 from weightcache.server.waiting import Changes
@@ -68,6 +69,7 @@ class Agent:
         self.started = time.monotonic()
         self.changes = Changes()
         self.history = History()
+        self.refusals = Refusals()
         self.observers: list[Callable[[], None]] = []
         self.verifying = asyncio.Lock()
         self.leaving: WeightcacheError | None = None

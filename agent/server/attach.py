@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache.errors import Degraded, Drained, Empty, Mismatch, StillLoading, from_code
-from weightcache.fingerprint import CONSEQUENCES, Difference, Value, diff
+from weightcache.fingerprint import CONSEQUENCES, Difference, diff
 from weightcache.protocol import Attach, Attached, DonationInvited, Load, Loaded, LoadProgress, Progress
 from weightcache.server import leases, loads, suspicion
 from weightcache.server.production import Holder
@@ -142,13 +142,9 @@ def _in_way(resident: ResidentSet, request: Attach) -> bool:
 
 def _mismatch(sentence: str, differences: tuple[Difference, ...]) -> Mismatch:
     error = Mismatch(sentence)
-    error.differences = tuple(Difference(d.field, _clip(d.cached), _clip(d.engine), d.consequence) for d in differences)
-    return error
-
-
-def _clip(value: Value) -> Value:
     # Both sides' longest values together would not fit one packet.
-    return value if isinstance(value, int) or len(value) <= _LONGEST_VALUE else value[:_LONGEST_VALUE] + "..."
+    error.differences = tuple(difference.clipped(_LONGEST_VALUE) for difference in differences)
+    return error
 
 
 def _may_donate(agent: Agent, connection: Connection, request: Attach) -> bool:

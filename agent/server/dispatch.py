@@ -66,7 +66,12 @@ async def _public(agent: Agent, connection: Connection) -> None:
         case Hello():
             await connection.send(report.welcome(agent))
         case Attach():
-            await attach.attach(agent, connection, message)
+            try:
+                await attach.attach(agent, connection, message)
+            except WeightcacheError as error:
+                agent.refusals.note(connection.peer, message, error)
+                agent.changes.notify()
+                raise
         case Load():
             await attach.load(agent, connection, message)
         case _:

@@ -45,6 +45,7 @@ def status(agent: Agent) -> RankStatus:
         drained=agent.drained,
         kept=agent.keeper.kept,
         counts=dict(agent.history.counts),
+        refusals=tuple(agent.refusals),
     )
 
 
@@ -98,7 +99,7 @@ def _set(resident: ResidentSet) -> SetStatus:
 
 
 def report(agent: Agent, reserved: int = 0) -> RankReport:
-    """The answer to Status; with very many leases, only as many as a packet carries beside ``reserved`` other bytes."""
+    """The answer to Status; of very many leases, as many as a packet carries beside ``reserved`` other bytes."""
     whole = RankReport(status(agent))
     if len(protocol.encode(whole)) <= transport.MAX_PACKET - reserved:
         return whole
@@ -106,5 +107,6 @@ def report(agent: Agent, reserved: int = 0) -> RankReport:
         whole.status,
         sets=tuple(dataclasses.replace(s, leases=s.leases[:_SHOWN_LEASES]) for s in whole.status.sets),
         orphans=whole.status.orphans[:_SHOWN_LEASES],
+        refusals=(),
     )
     return RankReport(short)

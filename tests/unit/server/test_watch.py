@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import os
 import time
 
 import pytest
@@ -13,9 +15,12 @@ from tests.unit.server.harness import Agent, eventually
 from weightcache import protocol, records
 from weightcache.client import Conversation
 from weightcache.errors import Mismatch, ProtocolError
-from weightcache.protocol import Observed, Watch
+from weightcache.fingerprint import Fingerprint, diff
+from weightcache.protocol import Attach, Observed, Watch
 from weightcache.server import watch
 from weightcache.server.journal import event
+from weightcache.server.peers import Peer
+from weightcache.server.refusals import Refusals
 from weightcache.server.watch import History
 
 
@@ -154,3 +159,37 @@ def test_the_largest_answer_fits_its_part_of_a_packet(character: str) -> None:
     events = history.since(0)
     assert events[-1].serial == watch.KEPT
     assert watch.RESERVED * 0.9 < len(json.dumps(records.to_plain(events))) <= watch.RESERVED
+
+
+def test_the_latest_refusals_are_shown_with_their_differences(running: Agent) -> None:
+    running.load()
+    with subscribe(running) as watching:
+        observed(watching)
+        with pytest.raises(Mismatch):
+            running.attach(fingerprint(dtype="another", environment="x" * 5000))
+        while not (last := observed(watching, 5.0)).status.refusals:  # told at once, not with the next change
+            continue
+    (refusal,) = last.status.refusals
+    assert (refusal.pid, refusal.code, refusal.role) == (os.getpid(), "mismatch", "target")
+    assert [d.field for d in refusal.differences] == ["dtype", "environment"]
+    assert refusal.differences[0].engine == "another"
+    assert len(str(refusal.differences[1].engine)) < 200
+    assert refusal.differences[0].consequence
+    for _ in range(3):  # one engine that asks again is one entry
+        with pytest.raises(Mismatch):
+            running.attach(fingerprint(dtype="a third"))
+    (refusal,) = running.status().refusals
+    assert refusal.differences[0].engine == "a third"
+
+
+def test_refusals_of_every_field_fit_a_packet() -> None:
+    refusals = Refusals()
+    long = {f.name: "x" * 5000 if f.type == "str" else 7 for f in dataclasses.fields(Fingerprint)}
+    error = Mismatch("m" * 5000)
+    error.differences = diff(fingerprint(), Fingerprint(**long))
+    assert len(error.differences) > 20
+    for pid in range(20):
+        refusals.note(Peer(pid, 0, 0), Attach("target" * 100, "g", fingerprint(), 0.0), error)
+    kept = tuple(refusals)
+    assert [entry.pid for entry in kept] == list(range(15, 20))
+    assert len(json.dumps(records.to_plain(kept))) < 96 * 1024
