@@ -5,16 +5,17 @@ A set of N arenas is N + 2 descriptors, stored under ``ID.record`` (a sealed mem
 last: the write end of a pipe. If the pipe hangs up, the manager does not hold it, and then nothing is certain. It stays
 there as a tripwire: a daemon-reload that empties the store is noticed at once, and everything is stored again.
 
-The agent may be killed between any two messages. Their order tells its successor what that meant (see ``adopt``):
+The agent may be killed between any two messages. Their order tells the next one what was going on (see ``adopt``).
+Memory (manifest and arenas) without its record means a commit that nobody was told of:
 
-- a commit is stored: the memory of all its sets, then all records. Memory without a record is a commit that is not whole
-- it is taken back: all records, then the memory; so the first message ends it for all its sets
-- one set is evicted: its memory, then its record. It is not whole any more, which concerns no other set
-- sets are stored again: each one's record, then its memory, as if it had been evicted and came back
+- a commit is stored: the memory of all its sets, then all records
+- it is taken back: all records, then the memory; the first message undoes it as a whole
+- one set is evicted: its memory, then its record; no other set is concerned
+- sets are stored again: set by set, the record and then the memory; no other set is concerned
 
-What no order prevents: if the manager itself drops a part (a reload that empties the store or changes its limit) and
-the agent is killed before it has stored that again, half of a commit that was just being stored may be adopted, and a
-set may be lost because its companion's memory is there without the record.
+What no order prevents: where the manager itself drops a part (a reload that empties the store, or changes its limit)
+and the agent is killed before it has stored that again, half of a commit that was being stored may be adopted, or a
+set be given up because only the memory of its companion is left.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class FdStore:
                 if not await self._guarded():
                     raise _rejected(f"{needed} are needed")
                 new = [complete.record.id for complete in sets]
-                self._entries |= {complete.record.id: _entry(complete) for complete in sets}
+                for complete in sets:
+                    self._entries[complete.record.id] = _entry(complete)
                 await self._store_commit(new)
                 if not await self._secure(new):
                     raise _rejected(f"{needed} are needed")

@@ -1,4 +1,4 @@
-"""Whatever the store hands back: exactly the complete commits are taken, and every descriptor has one owner."""
+"""Whatever the store hands back: complete sets of commits that were whole are taken; every descriptor has one owner."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.server import made
-from tests.unit.server.made import commit, names
-from weightcache import records
+from tests.unit.server.made import commit, entries, names, record_text
 from weightcache.memory import memfd
 from weightcache.server import adopt
 from weightcache.server.adopt import Adoption
@@ -21,20 +20,6 @@ from weightcache.server.sets import Complete
 from weightcache.transport import close_all
 
 Entries = list[tuple[str, int]]
-
-
-def record_text(complete: Complete, **changes: object) -> bytes:
-    return json.dumps(records.to_plain(complete.record) | changes).encode()
-
-
-def entries(*sets: Complete) -> Entries:
-    """What is stored of these sets, with descriptors of its own for the records."""
-    found = []
-    for complete in sets:
-        set_id = complete.record.id
-        found += [(f"{set_id}.{number}", fd) for number, fd in enumerate(complete.fds)]
-        found.append((f"{set_id}.record", memfd.sealed("record", record_text(complete))))
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +49,7 @@ def sorted_out(stored: Sequence[tuple[str, int]]) -> Adoption:
     kept = names(*(adopted.complete for adopted in found.sets))
     assert set(found.names) == {name for name, _ in stored} - set(kept)
     assert len(found.names) == len(set(found.names))
+    assert made.adopted(handed) == set(ids(found))
     for adopted in found.sets:
         by_name = {name: {fd for other, fd in handed if other == name} for name, _ in handed}
         for number, fd in enumerate(adopted.complete.fds):
@@ -77,21 +63,29 @@ def ids(found: Adoption) -> list[str]:
     return [adopted.complete.record.id for adopted in found.sets]
 
 
+def only_memory(complete: Complete, there: set[str]) -> bool:
+    """Whether something of a set is there, but not its record."""
+    found = there & set(names(complete))
+    return bool(found) and f"{complete.record.id}.record" not in found
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_exactly_the_complete_commits(
+def test_exactly_the_complete_sets_of_commits_that_are_not_torn(
     commits: list[tuple[Complete, ...]], everything: Entries, data: st.DataObject
 ) -> None:
     """Any choice of entries, in any order, some more than once."""
     missing = data.draw(st.lists(st.sampled_from(everything), max_size=3, unique=True))
-    chosen = [entry for entry in everything if entry not in missing]
+    evicted = names(*data.draw(st.lists(st.sampled_from([s for sets in commits for s in sets]), max_size=3)))
+    chosen = [entry for entry in everything if entry not in missing and entry[0] not in evicted]
     if chosen:
         chosen += data.draw(st.lists(st.sampled_from(chosen), max_size=5))
     chosen = data.draw(st.permutations(chosen))
     found = sorted_out(chosen)
     there = {name for name, _ in chosen}
-    complete = [sets for sets in commits if set(names(*sets)) <= there]
-    assert set(ids(found)) == {s.record.id for sets in complete for s in sets}
+    torn = [sets for sets in commits if any(only_memory(s, there) for s in sets)]
+    complete = [s for sets in commits if sets not in torn for s in sets if set(names(s)) <= there]
+    assert set(ids(found)) == {s.record.id for s in complete}
     times = [adopted.complete.record.published_at for adopted in found.sets]
     assert times == sorted(times)
     known = {s.record.id: s.record for sets in commits for s in sets}
@@ -158,21 +152,47 @@ BAD_RECORDS: dict[str, Callable[[Complete], bytes]] = {
     "an unknown field": lambda c: record_text(c, more=1),
     "a wrong type": lambda c: record_text(c, version="1"),
     "of another set": lambda c: record_text(c, id="0" * 12),
-    "with an unknown companion": lambda c: record_text(c, companions=[c.record.id, "0" * 12]),
     "larger than any": lambda c: record_text(c) + b" " * adopt.MAX_RECORD,
 }
 
 
 @pytest.mark.parametrize("why", BAD_RECORDS)
 def test_bad_records(commits: list[tuple[Complete, ...]], everything: Entries, why: str) -> None:
-    """The whole commit is left out, and every name of it listed."""
-    bad, *others = commits
-    name = f"{bad[1].record.id}.record"
-    fd = memfd.sealed("record", BAD_RECORDS[why](bad[1]))
+    """The set is left out, and every name of it listed; the others of its commit are as good as before."""
+    bad = commits[0][1]
+    name = f"{bad.record.id}.record"
+    fd = memfd.sealed("record", BAD_RECORDS[why](bad))
     found = sorted_out([entry if entry[0] != name else (name, fd) for entry in everything])
-    assert set(ids(found)) == {s.record.id for sets in others for s in sets}
-    assert list(found.names) == names(*bad)
+    assert set(ids(found)) == {s.record.id for sets in commits for s in sets} - {bad.record.id}
+    assert sorted(found.names) == names(bad)
     os.close(fd)
+
+
+def test_a_companion_that_is_not_there(commits: list[tuple[Complete, ...]], everything: Entries) -> None:
+    """It was evicted."""
+    gone, *others = commits[0]
+    found = sorted_out([entry for entry in everything if entry[0] not in names(gone)])
+    assert set(ids(found)) == {s.record.id for sets in (others, *commits[1:]) for s in sets}
+    assert found.names == ()
+
+
+def test_a_companion_that_was_being_evicted(commits: list[tuple[Complete, ...]], everything: Entries) -> None:
+    """Its record goes last: what is left of it without one would look like a commit that is torn."""
+    gone, *others = commits[0]
+    memory, record = names(gone)[:-1], names(gone)[-1]
+    found = sorted_out([entry for entry in everything if entry[0] != memory[0]])
+    assert set(ids(found)) == {s.record.id for sets in (others, *commits[1:]) for s in sets}
+    assert found.names == (*memory[1:], record)
+
+
+def test_a_companion_that_was_being_stored(commits: list[tuple[Complete, ...]], everything: Entries) -> None:
+    """The records of the torn commit go first: without one of them the rest would look as if it had been evicted."""
+    torn, *others = commits
+    found = sorted_out([entry for entry in everything if entry[0] != f"{torn[1].record.id}.record"])
+    assert set(ids(found)) == {s.record.id for sets in others for s in sets}
+    records = [f"{torn[number].record.id}.record" for number in (0, 2)]
+    assert found.names[:2] == tuple(sorted(records))
+    assert sorted((*found.names, f"{torn[1].record.id}.record")) == names(*torn)
 
 
 def unsealed(data: bytes) -> int:
@@ -200,11 +220,11 @@ BAD_DESCRIPTORS: dict[str, Callable[[Complete], tuple[str, int]]] = {
 
 @pytest.mark.parametrize("why", BAD_DESCRIPTORS)
 def test_bad_descriptors(commits: list[tuple[Complete, ...]], everything: Entries, why: str) -> None:
-    bad, *others = commits
-    name, fd = BAD_DESCRIPTORS[why](bad[1])
+    bad = commits[0][1]
+    name, fd = BAD_DESCRIPTORS[why](bad)
     found = sorted_out([entry if entry[0] != name else (name, fd) for entry in everything])
-    assert set(ids(found)) == {s.record.id for sets in others for s in sets}
-    assert list(found.names) == names(*bad)
+    assert set(ids(found)) == {s.record.id for sets in commits for s in sets} - {bad.record.id}
+    assert sorted(found.names) == names(bad)
     os.close(fd)
 
 

@@ -28,6 +28,7 @@ from weightcache.server.fdstore import FdStore
 from weightcache.server.notify import Manager
 from weightcache.server.sets import Complete, Record
 from weightcache.server.settings import Settings
+from weightcache.transport import close_all
 
 CANARY_AND_SUCCESSOR = 2
 
@@ -449,7 +450,7 @@ def test_the_manager_lets_go_before_the_agent_does(fake: FakeManager, tmp_path: 
         sent = len(fake.messages)
         await agent.drop(next(iter(agent.sets)))
         assert fake.messages[sent:] == [
-            *(f"FDSTOREREMOVE=1\nFDNAME={sets[0].record.id}.{part}" for part in ("record", 0, 1, 2)),
+            *(f"FDSTOREREMOVE=1\nFDNAME={sets[0].record.id}.{part}" for part in (0, 1, 2, "record")),
             "BARRIER=1",
         ]
         assert open_at == {"FDSTOREREMOVE=1": inodes, "BARRIER=1": inodes}
@@ -585,6 +586,202 @@ def test_a_manager_that_executes_itself_anew(fake: FakeManager) -> None:
             await task
             await safe(store, fake, *old, *new)
             await store.forget(new[0].record.id)
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+# -- an agent that is killed between any two messages ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def killed(fake: FakeManager, *sets: Complete) -> Iterator[list[frozenset[str]]]:
+    """Collects which sets the next agent adopts if this one is killed before one of the messages meanwhile, or after
+    the last; the same one after the other counts once.
+    """
+    moments: list[list[str]] = []
+    adopted: list[frozenset[str]] = []
+
+    def look(_: str = "") -> None:
+        moments.append([name for name, _ in fake.stored])
+
+    fake.hook = look
+    yield adopted
+    fake.hook = lambda _: None
+    look()
+    stored = made.entries(*sets)
+    null = os.open(os.devnull, os.O_RDONLY)
+    known = dict(stored)
+    found = [made.adopted([(name, known.get(name, null)) for name in there]) for there, _ in itertools.groupby(moments)]
+    adopted += [sets for sets, _ in itertools.groupby(found)]
+    close_all([null, *(fd for name, fd in stored if name.endswith(".record"))])
+
+
+def ids(*sets: Complete) -> frozenset[str]:
+    return frozenset(complete.record.id for complete in sets)
+
+
+def growing(*sets: Complete) -> list[frozenset[str]]:
+    """None of the sets, one, two, ..., all."""
+    return [ids(*sets[:count]) for count in range(len(sets) + 1)]
+
+
+def test_killed_while_a_commit_is_kept_or_taken_back(fake: FakeManager) -> None:
+    """It is there as a whole, or not at all."""
+    old, new = commit(2, 1), commit(1, 3, 1)
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        with killed(fake, *old, *new) as adopted:
+            await store.keep(new)
+            await store._manager.barrier()
+        assert adopted == [ids(*old), ids(*old, *new)]
+        with killed(fake, *old, *new) as adopted:
+            await store.take_back(new)
+        assert adopted == [ids(*old, *new), ids(*old)]
+        assert fake.names == names(*old)
+
+    run(fake, work)
+    made.close(*old, *new)
+
+
+def test_killed_while_a_commit_is_refused(fake: FakeManager) -> None:
+    """By a manager that has no room, in silence; by one that fails; or it is cancelled."""
+    old, new = commit(1, 1), commit(2, 1)
+    possible = [ids(*old)], [ids(*old), ids(*old, *new), ids(*old)]
+    seen = []
+
+    async def refused(store: FdStore, expected: type[BaseException]) -> None:
+        with killed(fake, *old, *new) as adopted:
+            with pytest.raises(expected):
+                await store.keep(new)
+            await store.forget("whatever was left to be removed")
+            await store._manager.barrier()
+        assert adopted in possible
+        assert fake.names == names(*old)
+        seen.append(adopted)
+
+    async def work(store: FdStore) -> None:
+        manager = store._manager
+        assert isinstance(manager, Flaky)
+        await store.keep(old)
+        await store._manager.barrier()
+        needed = len(names(*old, *new))
+        for limit in range(len(names(*old)) + 1, needed + CANARY_AND_SUCCESSOR):
+            fake.limit = limit
+            await refused(store, StoreRejected)
+        fake.limit = 100
+        for error, step in itertools.product((WeightcacheError("not now"), asyncio.CancelledError()), range(8)):
+            left = itertools.count(-step)
+
+            def fail(_: str, left: Any = left, error: BaseException = error) -> None:
+                if next(left) == 0:
+                    raise error
+
+            manager.failing = fail
+            await refused(store, type(error))
+
+    run(fake, work)
+    assert all(adopted in seen for adopted in possible)
+    made.close(*old, *new)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_killed_while_sets_of_a_commit_are_evicted(fake: FakeManager, first: int) -> None:
+    """One after the other; each time the rest stays."""
+    sets, other = commit(1, 2, 1), commit(1)
+    order = [*sets[first:], *sets[:first]]
+
+    async def work(store: FdStore) -> None:
+        await store.keep(sets)
+        await store.keep(other)
+        with killed(fake, *sets, *other) as adopted:
+            for complete in order:
+                await store.forget(complete.record.id)
+        assert adopted == [ids(*order[count:], *other) for count in range(len(order) + 1)]
+
+    run(fake, work)
+    made.close(*sets, *other)
+
+
+@pytest.mark.parametrize("evicted", [None, 0, 1, 2])
+def test_killed_while_an_emptied_store_is_filled_again(fake: FakeManager, evicted: int | None) -> None:
+    """What is there again is adopted, whatever is still missing of its companions."""
+    sets, other = commit(1, 2, 1), commit(1)
+    left = [complete for number, complete in enumerate((*sets, *other)) if number != evicted]
+
+    async def work(store: FdStore) -> None:
+        await store.keep(sets)
+        await store.keep(other)
+        if evicted is not None:
+            await store.forget(sets[evicted].record.id)
+        await safe(store, fake, *left)
+        async with store._lock:
+            await asyncio.to_thread(fake.empty)
+            await until(lambda: store.kept == "lost")
+        with killed(fake, *sets, *other) as adopted:
+            await safe(store, fake, *left)
+        assert adopted == growing(*left)
+
+    run(fake, work)
+    made.close(*sets, *other)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_killed_while_what_is_missing_is_stored_again(fake: FakeManager, data: st.DataObject) -> None:
+    """Whatever the manager dropped: storing it again takes nothing away from the next agent, and in the end all is
+    there.
+    """
+    sets = (*commit(1, 2), *commit(1, 1))
+    dropped = data.draw(st.lists(st.sampled_from(names(*sets)), unique=True))
+
+    async def work(store: FdStore) -> None:
+        await store.keep(sets[:2])
+        await store.keep(sets[2:])
+        for complete in sets:
+            for name in set(names(complete)) & set(dropped):
+                await store._manager.remove(name)
+        await store._manager.barrier()
+        with killed(fake, *sets) as adopted:
+            async with store._lock:
+                assert await store._store_all()
+            await store._manager.barrier()
+        assert all(before < after for before, after in itertools.pairwise(adopted))
+        assert adopted[-1] == ids(*sets)
+        for complete in sets:
+            await store.forget(complete.record.id)
+
+    try:
+        run(fake, work)
+    finally:
+        made.close(*sets)
+
+
+def test_killed_after_the_store_was_emptied_while_a_commit_is_kept(fake: FakeManager) -> None:
+    """Until that is noticed, a part of the commit may look whole. From then on: first the old ones, then all of it."""
+    old, new = commit(1, 2), commit(2, 1)
+    count = positions(fake, new)
+    fake.empty()
+
+    async def work(store: FdStore) -> None:
+        await store.keep(old)
+        for position in range(count - 1):  # before the last message the commit has succeeded
+            await safe(store, fake, *old)
+            with killed(fake, *old, *new) as adopted:
+                look, left = fake.hook, itertools.count(-position)
+
+                def empty(text: str, look: Any = look, left: Any = left) -> None:
+                    if next(left) == 0:
+                        fake.empty()
+                    look(text)
+
+                fake.hook = empty
+                await store.keep(new)
+                await store._manager.barrier()
+                await safe(store, fake, *old, *new)
+            assert adopted[-4:] == [*growing(*old), ids(*old, *new)], position
+            await store.take_back(new)
 
     run(fake, work)
     made.close(*old, *new)

@@ -75,6 +75,24 @@ def test_a_set_that_was_evicted_or_replaced_is_not_adopted(kept: Kept) -> None:
     assert kept.loads() == 3
 
 
+@pytest.mark.parametrize("evicted", ["target", "draft-1"])
+def test_what_is_left_of_a_commit_is_adopted(kept: Kept, evicted: str) -> None:
+    """One of its sets was evicted; the other one is as good as before."""
+    kept.configure({"WCTEST_ROLES": "target,draft-1"})
+    kept.start("--load")
+    sets = {s.role: s for s in kept.await_state("ready").sets}
+    kept.ask(protocol.Evict(sets.pop(evicted).id))
+    [(role, left)] = sets.items()
+    for _ in range(2):
+        [found] = kept.kill().sets
+        assert (found.id, found.role, found.digest) == (left.id, role, left.digest)
+    with kept.attach(test_loader.fingerprint(role=role)) as engine:
+        assert engine.message.set_id == left.id
+    assert kept.status().kept == "store"
+    assert kept.loads() == 1
+    assert "belong to no complete set" not in kept.text()
+
+
 def test_a_kill_at_every_stage_of_a_load(kept: Kept) -> None:
     """Acknowledged or not: a commit that was stored whole is there for good, and nothing else is."""
     kept.configure({"WCTEST_ROLES": "target,draft-1"})
@@ -120,15 +138,18 @@ notify.Manager.store = dying
 """
 
 
-def test_a_kill_at_every_descriptor_of_a_commit(kept: Kept) -> None:
-    """A set that is stored in part is never adopted, and its parts do not stay in the store."""
+@pytest.mark.parametrize("roles", ["target", "target,draft-1"])
+def test_a_kill_at_every_descriptor_of_a_commit(kept: Kept, roles: str) -> None:
+    """A commit that is stored in part is never adopted, and its parts do not stay in the store."""
+    count = len(roles.split(","))
     trap = kept.folder / "trap"
+    kept.configure({"WCTEST_ROLES": roles})
     kept.patch = DYING
     kept.environment["TRAP"] = str(trap)
     kept.start()
     eventually(lambda: kept.status().kept == "store")
     time.sleep(0.1)  # the first canary
-    for position in range(1, STORED + 2):
+    for position in range(1, STORED * count + 2):
         log, loads = len(kept.text()), kept.loads()
         kept.ask(protocol.Evict(None))
         trap.write_text(str(position))
@@ -137,8 +158,8 @@ def test_a_kill_at_every_descriptor_of_a_commit(kept: Kept) -> None:
             kept.load()
         kept.successor(victim)
         assert not trap.exists()
-        whole = position >= STORED
-        assert len(kept.status().sets) == whole, position
+        whole = position >= STORED * count
+        assert len(kept.status().sets) == whole * count, position
         assert ("belong to no complete set" in kept.text()[log:]) is not whole
         kept.load()
         assert kept.loads() == loads + 2 - whole
