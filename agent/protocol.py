@@ -23,6 +23,9 @@ from weightcache.fingerprint import Difference, Fingerprint
 
 PROTOCOL = 1
 
+ATTACH_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+"""Attaches are counted by how many seconds they took at most."""
+
 
 # -- values ----------------------------------------------------------------------------------------------------------
 
@@ -128,13 +131,31 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What an agent counted and timed since ``started_at`` (seconds since the epoch, like ``leased_at``; 0: not said).
+
+    ``leased_at`` is when the last lease ended; before there was one, the agent's start. ``attaches`` are those that
+    waited for no load, one number for each of ATTACH_BOUNDS and one for longer ones; all took ``attach_seconds``.
+    ``loads`` are counted by source and result ("loader:published", "loader:failed", "donor:given-up"), and
+    ``load_seconds`` is what the published ones of a source took.
+    """
+
+    started_at: float = 0.0
+    leased_at: float = 0.0
+    attaches: tuple[int, ...] = ()
+    attach_seconds: float = 0.0
+    loads: dict[str, int] = field(default_factory=dict)
+    load_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class RankStatus:
     """One rank, as ``wcache status --json`` prints it.
 
     ``kept`` says who holds the descriptors besides the engines: ``process`` (the agent alone), ``store`` (the service
     manager too) or ``lost`` (the service manager dropped them; they are being stored again). ``counts`` says how often
-    each event of the journal happened since this agent started; refusals are counted by code ("refused:mismatch").
-    ``refusals`` are the latest ones, oldest first.
+    each event of the journal happened since this agent started; refusals and failed verifications are counted by code
+    ("refused:mismatch", "verification-failed:damaged"). ``refusals`` are the latest ones, oldest first.
     """
 
     rank: int
@@ -153,6 +174,7 @@ class RankStatus:
     kept: str = "process"
     counts: dict[str, int] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
+    measured: Measured = Measured()
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--load", action="store_true", help="load the configured model at once")
     parser.add_argument("--loader-socket", type=Path, help="ask here for loaders instead of starting them")
     parser.add_argument("--publish-group", default="", help="group of the publish socket, for loaders of another user")
+    parser.add_argument("--observer", default="", metavar="USER", help="a user that may see the status and no more")
     return Options(**vars(parser.parse_args(arguments)))
 
 

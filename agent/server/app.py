@@ -12,6 +12,7 @@ from weightcache.errors import DamagedSet, WeightcacheError
 from weightcache.protocol import DrainInfo, ErrorInfo
 from weightcache.server import leases, markers
 from weightcache.server.journal import event
+from weightcache.server.measures import Measures
 from weightcache.server.production import Production
 from weightcache.server.refusals import Refusals
 from weightcache.server.sets import ADOPTED, Complete, Record, ResidentSet, Sets
@@ -69,6 +70,7 @@ class Agent:
         self.started = time.monotonic()
         self.changes = Changes()
         self.history = History()
+        self.measures = Measures()
         self.refusals = Refusals()
         self.observers: list[Callable[[], None]] = []
         self.verifying = asyncio.Lock()
@@ -240,6 +242,7 @@ class Agent:
             )
         self.production, self.failure, self.backoff = None, None, Backoff()
         self.forget_failure()
+        self.measures.load_ended(production, "published")
         production.end()
         self.settle()
         return made
@@ -253,6 +256,7 @@ class Agent:
             production.error = self.failure = error
             self.backoff = self.backoff.after_failure(time.monotonic())
             self._remember(error)
+        self.measures.load_ended(production, "failed" if failed else "given-up")
         code, why = (error.code, error.message) if error else ("", "given up")
         ended = event("load-ended", source=production.source, code=code, seconds=round(production.seconds, 3))
         log.info("load ended without a set after %.1f s: %s", production.seconds, why, extra=ended)
@@ -321,6 +325,7 @@ class Agent:
         self.orphans.pop(lease.id, None)
         if resident := self.sets.get(lease.set_id):
             resident.leases.pop(lease.id, None)
+            self.measures.lease_ended()
         status, ended = lease.status, _of_lease("lease-ended", lease)
         log.info("lease on set %.12s ended: pid %d (uid %d)", lease.set_id, status.pid, status.uid, extra=ended)
         self.settle()

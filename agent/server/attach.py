@@ -28,16 +28,20 @@ _LONGEST_VALUE = 1000
 
 async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
     """Give out the matching set and keep the lease; or wait for one; or invite a donation; or say why not."""
-    deadline = time.monotonic() + request.wait_seconds
+    began = time.monotonic()
+    deadline = began + request.wait_seconds
+    at_once = True
     may_evict = request.evict
     configured: str | None = None
     while True:
         require_giving(agent)
         if resident := agent.sets.find(request.role, request.fingerprint):
             if not resident.suspect:
-                return await _hand_out(agent, connection, resident)
+                return await _hand_out(agent, connection, resident, began if at_once else None)
+            at_once = False
             await _until_examined(agent, connection, resident, deadline)
             continue
+        at_once = False
         if (production := agent.production) is None:
             if resident := agent.sets.newest(request.role):
                 await _make_way(agent, resident, request, may_evict)
@@ -96,7 +100,7 @@ def in_words(progress: LoadProgress) -> str:
     return f"phase {progress.phase}, {progress.bytes_done}{total} bytes, {progress.seconds:.0f} s so far"
 
 
-async def _hand_out(agent: Agent, connection: Connection, resident: ResidentSet) -> None:
+async def _hand_out(agent: Agent, connection: Connection, resident: ResidentSet, began: float | None) -> None:
     # The lease comes first, so that the set cannot be evicted between the answer and its arrival.
     lease = agent.lease(resident, connection.peer)
     try:
@@ -105,6 +109,8 @@ async def _hand_out(agent: Agent, connection: Connection, resident: ResidentSet)
     except BaseException:
         agent.end_lease(lease)
         raise
+    if began is not None:
+        agent.measures.attached(time.monotonic() - began)
     await leases.hold(agent, connection, lease)
 
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from weightcache import protocol
-from weightcache.errors import Mismatch, ProtocolError, WeightcacheError
+from weightcache.errors import Mismatch, PermissionRefused, ProtocolError, WeightcacheError
 from weightcache.protocol import Attach, Drain, Evict, Hello, Inspect, Load, Renew, Resume, Status, Verify, Watch
 from weightcache.server import admin, attach, publish, report, verify, watch
 from weightcache.server.connection import Door, PeerLeft
@@ -80,6 +80,8 @@ async def _public(agent: Agent, connection: Connection) -> None:
 
 async def _status(agent: Agent, connection: Connection) -> None:
     message, _ = await connection.receive()
+    if agent.settings.only_observes(connection.peer) and not isinstance(message, Status | Watch):
+        raise PermissionRefused(f"uid {connection.peer.uid} may see the status and no more")
     match message:
         case Status():
             await connection.send(report.report(agent))

@@ -61,6 +61,8 @@ class Doors:
         ):
             if door not in self._listeners:
                 self._listeners[door] = listen.bind(path, mode, gid)
+                if door is Door.STATUS and settings.observer is not None:
+                    listen.let_in(path, settings.observer)
 
     def serve(self, agent: Agent) -> None:
         """Accept connections on every socket, and go on trying to open those that are missing."""

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import stat
+import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("weightcache")
 
 FIRST_FD = 3
+_ACL = "system.posix_acl_access"
+_ACL_VERSION = 2
+_ACL_NOBODY = 0xFFFFFFFF
 BACKLOG = 512
 
 
@@ -116,6 +120,19 @@ def _give(path: Path, gid: int) -> None:
         os.chown(path, -1, gid)
     except OSError as error:  # fewer may connect than was meant, which is no reason to serve nobody
         log.warning("cannot give %s to group %d: %s", path, gid, error.strerror)
+
+
+def let_in(path: Path, uid: int) -> None:
+    """Let one user more connect to ``path``: an entry beside its owner and its group (acl(5))."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    owner, group, others, both = mode >> 6, mode >> 3 & 7, mode & 7, 6
+    # From linux/posix_acl_xattr.h: tag (owner, a user, group, the most that the two have, others), rights, id.
+    entries = ((1, owner, None), (2, both, uid), (4, group, None), (16, group | both, None), (32, others, None))
+    packed = (struct.pack("<HHI", tag, rights, _ACL_NOBODY if of is None else of) for tag, rights, of in entries)
+    try:
+        os.setxattr(path, _ACL, struct.pack("<I", _ACL_VERSION) + b"".join(packed))
+    except OSError as error:  # a file system without such entries
+        log.warning("cannot let uid %d connect to %s: %s", uid, path, error.strerror)
 
 
 def _clear(path: Path) -> None:

@@ -45,6 +45,7 @@ def status(agent: Agent) -> RankStatus:
         drained=agent.drained,
         kept=agent.keeper.kept,
         counts=dict(agent.history.counts),
+        measured=agent.measures.now(),
         refusals=tuple(agent.refusals),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import logging
 import os
 import pwd
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from weightcache.server.peers import Peer
 
 
+log = logging.getLogger("weightcache")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """The command line."""
@@ -31,6 +35,7 @@ class Options:
     load: bool = False
     loader_socket: Path | None = None
     publish_group: str = ""
+    observer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,8 @@ class Settings:
     publish_gid: int | None = None
     load: bool = False
     loader_socket: Path | None = None
+    observer: int | None = None
+    """A user that may see the status, and nothing else."""
 
     @property
     def model(self) -> str:
@@ -61,6 +68,10 @@ class Settings:
     def may_publish(self, peer: Peer) -> bool:
         """Whether the peer may hand over weights."""
         return self.may_operate(peer) or peer.uid in self.publishers
+
+    def only_observes(self, peer: Peer) -> bool:
+        """Whether the peer may only look."""
+        return peer.uid == self.observer and not self.may_operate(peer)
 
     def require_operator(self, peer: Peer, what: str) -> None:
         """Raise PermissionRefused unless the peer may do ``what``."""
@@ -95,6 +106,7 @@ def resolve(options: Options) -> Settings:
         publish_gid=publish_gid,
         load=options.load,
         loader_socket=options.loader_socket,
+        observer=_observer(options.observer),
     )
 
 
@@ -129,6 +141,14 @@ def _users(chosen: Config, problems: list[str]) -> frozenset[int]:
         except KeyError:
             problems.append(f"{_name(chosen)}: [policy] publishers: there is no user {name!r}")
     return frozenset(uids)
+
+
+def _observer(name: str) -> int | None:
+    try:
+        return uid_of(name) if name else None
+    except KeyError:  # who is not there is not waited for
+        log.warning("--observer: there is no user %r", name)
+        return None
 
 
 def uid_of(name: str) -> int:

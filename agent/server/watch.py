@@ -24,6 +24,9 @@ LONGEST_TEXT = 300
 RESERVED = 64 * 1024
 """Bytes of a packet that are for events."""
 
+CODED = ("refused", "verification-failed")
+"""Events that mean different things with different codes."""
+
 QUIET_SECONDS = 10.0
 """A watcher hears from an agent at least this often, so that it can tell a quiet agent from a dead one."""
 
@@ -34,7 +37,7 @@ SHORTEST_SECONDS = 0.1
 class History(logging.Handler):
     """The latest events, as the journal gets them. ``serial`` counts all that there ever were.
 
-    ``counts`` says how often each happened; refusals are counted by their code ("refused:mismatch").
+    ``counts`` says how often each happened; those of CODED are counted by their code ("refused:mismatch").
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,7 @@ class History(logging.Handler):
         happened = getattr(record, "event", None)
         if isinstance(happened, Event):
             self.serial += 1
-            code = f":{happened.fields['WEIGHTCACHE_CODE']}" if happened.name == "refused" else ""
+            code = f":{happened.fields['WEIGHTCACHE_CODE']}" if happened.name in CODED else ""
             self.counts[happened.name + code] += 1
             text = record.getMessage()[:LONGEST_TEXT]
             kept = Happening(self.serial, record.created, happened.name, record.levelname.lower(), text)
