@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 
 import weightcache
 from weightcache import keeper, protocol
-from weightcache.cli import attach, config_command, control, doctor, load, status
+from weightcache.cli import attach, config_command, control, doctor, leave, load, status
 from weightcache.cli.parsing import Parser, add_global, unknown
-from weightcache.errors import WeightcacheError
-from weightcache.text import escape
 
 Command = Callable[..., int]
 
@@ -44,10 +40,6 @@ environment:
   WEIGHTCACHE_TRACEBACK=1   show where in the program an error came from
   NO_COLOR                  never use colour"""
 
-EX_OUTPUT = 74
-EX_CLOSED_PIPE = 128 + 13
-EX_INTERRUPTED = 128 + 2
-
 
 def parser() -> Parser:
     """The whole command line."""
@@ -72,29 +64,7 @@ def _version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    if hasattr(sys.stdout, "reconfigure"):
-        # A terminal that cannot show a character is no reason to show nothing.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        status = _run(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _silence_stdout()
-        return EX_CLOSED_PIPE
-    except KeyboardInterrupt:
-        print("wcache: interrupted", file=sys.stderr)
-        return EX_INTERRUPTED
-    except WeightcacheError as error:
-        return _complain(error.message, error.exit_status)
-    except OSError as error:
-        if error.filename is not None:
-            return _internal(error)
-        # Commands turn their own system errors into sentences: this one is the output's.
-        _silence_stdout()
-        return _complain(f"the output could not be written ({error.strerror})", EX_OUTPUT)
-    except Exception as error:  # noqa: BLE001 - the last resort: one sentence instead of a traceback
-        return _internal(error)
-    return status
+    return leave.orderly("wcache", lambda: _run(argv))
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -106,23 +76,4 @@ def _run(argv: Sequence[str] | None) -> int:
     if extra:
         raise unknown(extra, options.parser)
     status: int = options.run(options)
-    return status
-
-
-def _internal(error: Exception) -> int:
-    hint = "WEIGHTCACHE_TRACEBACK=1 shows where"
-    return _complain(f"internal error: {type(error).__name__}: {error} ({hint})", WeightcacheError.exit_status)
-
-
-def _silence_stdout() -> None:
-    # The interpreter flushes stdout once more on its way out; what is left in the buffer goes nowhere.
-    devnull = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(devnull, sys.stdout.fileno())
-    os.close(devnull)
-
-
-def _complain(message: str, status: int) -> int:
-    if os.environ.get("WEIGHTCACHE_TRACEBACK"):
-        traceback.print_exc()
-    print(f"wcache: {escape(message)}", file=sys.stderr)
     return status
