@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import socket
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -16,7 +18,7 @@ from weightcache.monitor.view import RankView
 from weightcache.protocol import Observed, Watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from weightcache.monitor.site import Site
 
@@ -27,8 +29,8 @@ QUIET_SECONDS = 10.0
 PATIENCE_SECONDS = 3 * QUIET_SECONDS
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 2.0
-TICK_SECONDS = 0.5
-"""A closed feed ends within this."""
+BREATH_SECONDS = 0.1
+"""An agent says nothing more often than this; what one says all the same waits in its socket."""
 
 
 class Feed:
@@ -47,6 +49,7 @@ class Feed:
         self._lock = threading.Lock()
         self._view: RankView | None = None
         self._events: collections.deque[RankEvent] = collections.deque(maxlen=KEPT_EVENTS)
+        self._agent: Conversation | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"feed-{rank}", daemon=True)
         self._thread.start()
@@ -54,6 +57,7 @@ class Feed:
     def pace(self, seconds: float) -> None:
         """Hear at most once in so many seconds; the subscription is renewed for it."""
         self._seconds = seconds
+        self._interrupt()
 
     def now(self) -> tuple[RankView | None, tuple[RankEvent, ...]]:
         """The rank as last heard, None before the first answer, and its latest events, oldest first."""
@@ -61,8 +65,9 @@ class Feed:
             return self._view, tuple(self._events)
 
     def close(self) -> None:
-        """End the subscription; the thread ends within TICK_SECONDS."""
+        """End the subscription. The thread ends at once, or when it has connected in vain (view.ANSWER_SECONDS)."""
         self._closing.set()
+        self._interrupt()
 
     def join(self, seconds: float) -> None:
         """Wait for the thread, at most ``seconds``."""
@@ -73,29 +78,27 @@ class Feed:
     def _run(self) -> None:
         delay = FIRST_RETRY_SECONDS
         while not self._closing.is_set():
-            before = self._view
+            before, seconds = self._view, self._seconds
             try:
-                self._listen()
-                delay = FIRST_RETRY_SECONDS  # closed, or at another pace
+                self._listen(seconds)
             except WeightcacheError as error:
+                if self._closing.is_set() or self._seconds != seconds:  # interrupted
+                    continue
                 if self._view is not before:  # it had answered
                     delay = FIRST_RETRY_SECONDS
                 self._heard(self._without_agent(error), ())
                 self._closing.wait(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
 
-    def _listen(self) -> None:
+    def _listen(self, seconds: float) -> None:
         """Until the feed is closed or wants another pace. Raises what ended the subscription."""
-        seconds = self._seconds
         newest = 0
-        with Conversation(self._site.rank(self.rank).status, view.ANSWER_SECONDS) as agent:
+        with self._connected() as agent:
             agent.send(Watch(seconds), timeout=view.ANSWER_SECONDS)
             deadline = time.monotonic() + view.ANSWER_SECONDS
             while self._seconds == seconds and not self._closing.is_set():
-                if not agent.readable(TICK_SECONDS):
-                    if time.monotonic() > deadline:
-                        raise AgentUnavailable(f"the agent at {agent.path} stopped answering")
-                    continue
+                if not agent.readable(max(deadline - time.monotonic(), 0)):
+                    raise AgentUnavailable(f"the agent at {agent.path} stopped answering")
                 message, _ = agent.receive(view.ANSWER_SECONDS)
                 if not isinstance(message, Observed):
                     raise ProtocolError(f"the agent at {agent.path} answered {type(message).__name__}")
@@ -104,6 +107,24 @@ class Feed:
                 newest = max([newest, *(event.serial for event in fresh)])
                 events = tuple(RankEvent(self.rank, event) for event in fresh)
                 self._heard(RankView(message.status, "up", None, time.time()), events)
+                self._closing.wait(BREATH_SECONDS)
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Conversation]:
+        """A connection to the agent that ``_interrupt`` ends."""
+        with Conversation(self._site.rank(self.rank).status, view.ANSWER_SECONDS) as agent:
+            with self._lock:
+                self._agent = agent
+            try:
+                yield agent
+            finally:
+                with self._lock:
+                    self._agent = None
+
+    def _interrupt(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._agent is not None:
+                self._agent.sock.shutdown(socket.SHUT_RDWR)
 
     def _without_agent(self, error: WeightcacheError) -> RankView:
         found = view.unanswered(self._site, self.rank, error)

@@ -34,6 +34,7 @@ class Host:
         self._ranks: Sequence[RankView] = ()
         self._facts = Facts()
         self._wanted = threading.Event()
+        self._hurry = threading.Event()
         self._closing = threading.Event()
         self._gathered = threading.Event()
         self._thread = threading.Thread(target=self._run, name="host", daemon=True)
@@ -51,13 +52,15 @@ class Host:
         self._gathered.wait(seconds)
 
     def pace(self, seconds: float) -> None:
-        """Gather every so many seconds."""
+        """Gather every so many seconds from now on."""
         self._seconds = seconds
+        self._hurry.set()
 
     def close(self) -> None:
         """End the thread, or leave it behind where it hangs."""
         self._closing.set()
         self._wanted.set()
+        self._hurry.set()
         self._thread.join(1.0)
 
     def _run(self) -> None:
@@ -69,4 +72,5 @@ class Host:
             with self._lock:
                 self._facts = facts
             self._gathered.set()
-            self._closing.wait(self._seconds)
+            self._hurry.wait(self._seconds)
+            self._hurry.clear()

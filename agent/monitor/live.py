@@ -11,11 +11,15 @@ import time
 from typing import TYPE_CHECKING
 
 import weightcache
+from weightcache.errors import AgentUnavailable
 from weightcache.monitor import site as sites
+from weightcache.monitor import view
 from weightcache.monitor.feed import Feed
 from weightcache.monitor.snapshot import RankEvent, Snapshot
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from weightcache.monitor.host import Host
     from weightcache.monitor.site import Site
     from weightcache.monitor.view import RankView
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
 KEPT_EVENTS = 200
 SEARCH_SECONDS = 5.0
 """How often new ranks are looked for."""
+
+CLOSE_SECONDS = 1.0
 
 
 class Live:
@@ -43,15 +49,18 @@ class Live:
         self._search()
 
     def snapshot(self) -> Snapshot:
-        """What is known now."""
+        """What is known now; a rank is missing until its agent, or its absence, was heard of."""
+        return self._snapshot({})
+
+    def _snapshot(self, unheard: Mapping[int, RankView]) -> Snapshot:
         if time.monotonic() - self._searched > SEARCH_SECONDS:
             self._search()
         ranks: list[RankView] = []
         events: list[RankEvent] = []
         for rank in sorted(self._feeds):
-            view, happened = self._feeds[rank].now()
-            if view is not None:
-                ranks.append(view)
+            heard, happened = self._feeds[rank].now()
+            if (found := heard or unheard.get(rank)) is not None:
+                ranks.append(found)
             events += happened
         events.sort(key=lambda event: event.happened.at)
         facts = self._host.now(ranks) if self._host else None
@@ -69,14 +78,16 @@ class Live:
         )
 
     def first(self, seconds: float) -> Snapshot:
-        """The first snapshot in which every rank answered or is known not to; at most ``seconds`` are waited."""
+        """The first snapshot with all ranks; those whose agents say nothing within ``seconds`` are down."""
         deadline = time.monotonic() + seconds
         for feed in self._feeds.values():
             feed.answered.wait(max(deadline - time.monotonic(), 0))
+        silent = AgentUnavailable(f"the agent did not answer within {seconds:g} s")
+        unheard = {rank: view.unanswered(self._site, rank, silent) for rank in self._feeds}
         if self._host:
-            self._host.now([view for feed in self._feeds.values() if (view := feed.now()[0])])
+            self._host.now([self._feeds[rank].now()[0] or unheard[rank] for rank in sorted(self._feeds)])
             self._host.wait(max(deadline - time.monotonic(), 0))
-        return self.snapshot()
+        return self._snapshot(unheard)
 
     def pace(self, seconds: float) -> None:
         """Gather every so many seconds."""
@@ -92,8 +103,9 @@ class Live:
             feed.close()
         if self._host:
             self._host.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
         for feed in self._feeds.values():
-            feed.join(1.0)
+            feed.join(max(deadline - time.monotonic(), 0))
 
     def _search(self) -> None:
         self._searched = time.monotonic()

@@ -75,7 +75,10 @@ class Recorded:
 
     def snapshot(self) -> Snapshot:
         """The source's."""
-        found = self._source.snapshot()
+        return self.note(self._source.snapshot())
+
+    def note(self, found: Snapshot) -> Snapshot:
+        """Record what was got from the source otherwise, and return it."""
         if self.problem is None and not 0 <= found.at - self._last < 0.9 * self._seconds:
             self._last = found.at
             try:

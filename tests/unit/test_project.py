@@ -15,7 +15,7 @@ from tests.support.environments import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 SOURCES = sorted((REPOSITORY / "agent").rglob("*.py"))
-HELP = {"wcache": "--help", "wcache-launch": "--wcache-help"}
+HELP = {"wcache": "--help", "wcache-launch": "--wcache-help", "wcache-top": "--help"}
 """How each console script is asked: the launcher leaves --help to SGLang."""
 MEDIAN_LINES = 150
 MOST_LINES = 500
