@@ -6,6 +6,7 @@ answer is a line in the engine's access log, so that it is asked seldom.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import ipaddress
@@ -60,18 +61,15 @@ def address(argv: Sequence[str]) -> Address | None:
     return Address(host, int(port or DEFAULT_PORT)) if host else None
 
 
-def ask(server: Address) -> Load | None:
-    """The load of one server, or None: it does not answer in time, wants a key, or says something else."""
-    try:
-        return _parse(_get(server, "/v1/loads?include=core", time.monotonic() + TIMEOUT_SECONDS))
-    except (OSError, ValueError, http.client.HTTPException, RecursionError):
-        return None
+def ask(server: Address) -> Load:
+    """The load of one server. Raises something if it does not answer in time, wants a key, or says something else."""
+    return _parse(_get(server, "/v1/loads?include=core", time.monotonic() + TIMEOUT_SECONDS))
 
 
 class Requests:
-    """The latest answers of servers, each asked in a thread of its own."""
+    """The latest answers of servers, each asked in a thread of its own; None is no answer, for whatever reason."""
 
-    def __init__(self, ask: Callable[[Address], Load | None] = ask) -> None:
+    def __init__(self, ask: Callable[[Address], Load] = ask) -> None:
         self._ask = ask
         self._lock = threading.Condition()
         self._loads: dict[Address, Load | None] = {}
@@ -101,14 +99,13 @@ class Requests:
 
     def _run(self, server: Address) -> None:
         load = None
-        try:
+        with contextlib.suppress(Exception):  # what a stranger sends must not print a traceback on a screen
             load = self._ask(server)
-        finally:
-            with self._lock:
-                self._under_way.discard(server)
-                if server in self._asked:
-                    self._loads[server] = load
-                self._lock.notify_all()
+        with self._lock:
+            self._under_way.discard(server)
+            if server in self._asked:
+                self._loads[server] = load
+            self._lock.notify_all()
 
 
 def _last(argv: Sequence[str], option: str) -> str | None:
