@@ -59,11 +59,12 @@ async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
 
 
 async def load(agent: Agent, connection: Connection, request: Load) -> None:
-    """Load the configured model, or find that it is resident already."""
+    """Load the configured model, or find that it is resident already, with all sets of its load."""
     deadline = time.monotonic() + request.wait_seconds
     while True:
         require_giving(agent)
-        if agent.production is None and (resident := agent.sets.newest("target")):
+        resident = agent.sets.newest("target")
+        if agent.production is None and resident and agent.sets.whole(resident):
             return await connection.send(Loaded(resident.id))
         await wait_for(connection, agent.production or loads.begin(agent), deadline)
 
@@ -78,7 +79,7 @@ def require_giving(agent: Agent) -> None:
         raise Drained(f"rank {rank} was drained by uid {agent.drained.uid} at {at} until `wcache resume`")
     if agent.state is State.DEGRADED:
         bad = ", ".join(s.id for s in agent.sets if s.damage)
-        raise Degraded(f"rank {rank} holds damaged weights (set {bad}): evict them with `wcache evict`")
+        raise Degraded(f"rank {rank} holds damaged weights (set {bad}): `wcache evict` them, then `wcache load`")
 
 
 async def wait_for(connection: Connection, production: Production, deadline: float) -> None:
@@ -177,7 +178,9 @@ def _load_for(agent: Agent, request: Attach, configured: str) -> Production:
     """Start the configured load, unless it is plain already that it cannot give what the engine needs."""
     others = ", ".join(sorted({s.info.role for s in agent.sets}))
     if others:
-        raise Empty(f"rank {agent.settings.rank} holds no {request.role[:40]} weights, only: {others}")
+        dropped = any(not agent.sets.whole(s) for s in agent.sets)
+        hint = "; a set of their load was dropped, `wcache load` loads all of them again" * dropped
+        raise Empty(f"rank {agent.settings.rank} holds no {request.role[:40]} weights, only: {others}{hint}")
     wanted = request.fingerprint.model_path
     if configured and configured != wanted:
         difference = Difference("model_path", configured, wanted, CONSEQUENCES["model_path"])

@@ -38,7 +38,8 @@ def begin(agent: Agent, group: str = "") -> Production:
     if settings.error:
         raise from_code(settings.error.code, settings.error.message)
     if settings.config.model is None:
-        raise Empty(f"rank {settings.rank} holds no weights, and no [model] is configured that it could load")
+        holds = "does not hold all weights" if len(agent.sets) else "holds no weights"
+        raise Empty(f"rank {settings.rank} {holds}, and no [model] is configured that it could load")
     left = agent.backoff.left(time.monotonic())
     if left and agent.failure:
         raise LoadFailed(f"the last load failed, the next try is allowed in {left:.0f} s: {agent.failure.message}")

@@ -160,6 +160,10 @@ class Sets:
                 return resident
         return None
 
+    def whole(self, resident: ResidentSet) -> bool:
+        """Whether all sets of the load that a set came from are resident."""
+        return self._sets.keys() >= set(resident.record.companions)
+
     def superseded(self) -> list[ResidentSet]:
         """Sets that a later one with the same role and fingerprint replaced."""
         return [s for s in self if self.find(s.info.role, s.info.fingerprint) is not s]

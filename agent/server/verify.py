@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from weightcache.errors import AttachFailed, ConfigError, DamagedSet, Empty, WeightcacheError
-from weightcache.protocol import LoadProgress, Progress, Verified, Verify
+from weightcache.protocol import ErrorInfo, LoadProgress, Progress, Verified, Verify
 from weightcache.server import loads
 from weightcache.server.child import start
 from weightcache.server.journal import event
@@ -84,16 +84,24 @@ async def _adopted(agent: Agent) -> None:
 
 
 def heal(agent: Agent, resident: ResidentSet) -> None:
-    """What the policy says about a damaged set: drop it and load again, or hold it back until an operator decides."""
+    """What the policy says about a damaged set: drop it and load again, or hold it back until an operator decides.
+
+    A load brings all sets of the model. So the others of the damaged one's load stay until they are superseded.
+    """
     if agent.settings.config.policy.damaged == "hold" or agent.sets.get(resident.id) is not resident:
         return
     agent.drop(resident)
-    if agent.drained or agent.production or agent.sets.newest("target"):
+    newest = agent.sets.newest("target")
+    if agent.drained or agent.production or (newest and resident.id not in newest.record.companions):
         return
     try:
         loads.begin(agent)
     except WeightcacheError as error:
-        log.warning("nothing replaces the damaged set: %s", error.message)
+        missing = f"set {resident.id} ({resident.info.role}) was damaged and dropped, and nothing replaces it"
+        reason = f"{missing}: {error.message}; once that is mended, `wcache load` brings it back"
+        log.warning("%s", reason)
+        agent.failure = ErrorInfo(error.code, reason)
+        agent.touch()
 
 
 async def check(agent: Agent, resident: ResidentSet) -> None:

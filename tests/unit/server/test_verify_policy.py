@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support import test_loader
-from tests.unit.server.harness import contents, eventually, gone
+from tests.unit.server.harness import LOADER, PYTHON, contents, eventually, gone
 from tests.unit.server.kept import Kept, Managed, Supervised
 from weightcache import protocol
-from weightcache.errors import Degraded
+from weightcache.errors import Degraded, Empty
+from weightcache.protocol import SetStatus
 
 GOOD = [test_loader.arena_bytes(0, number, size) for number, size in enumerate(test_loader.ARENAS)]
 
@@ -99,6 +100,81 @@ def test_damage_is_replaced(kept: Kept, mode: str) -> None:
     kept.configure()
     assert [s.id for s in kept.kill().sets] == [second.id]
     eventually(lambda: verified(kept) == 1)
+
+
+WITH_DRAFT = {"WCTEST_ROLES": "target,draft-1"}
+
+
+def condemning(set_id: str) -> dict[str, Any]:
+    """The usual loader, but its check finds this set damaged."""
+    verdict = '{"code": "damaged", "message": "arena 1 differs"}'
+    damaged = f"""case "$0 $*" in "check "*{set_id}*) echo '{verdict}'; exit 1;; esac; """
+    return script(f'{damaged}exec {PYTHON} {LOADER} "$0" "$@"')
+
+
+def with_draft(kept: Kept) -> tuple[SetStatus, SetStatus]:
+    """A target and its draft, of one load."""
+    kept.configure(WITH_DRAFT)
+    kept.start("--load")
+    target, draft = kept.await_state("ready").sets
+    assert (target.role, draft.role) == ("target", "draft-1")
+    return target, draft
+
+
+def test_a_damaged_draft_is_replaced_with_its_target(kept: Kept) -> None:
+    """A load brings all sets. The target serves until then, and those who use it even longer."""
+    target, draft = with_draft(kept)
+    kept.configure(WITH_DRAFT, loader=condemning(draft.id))
+    kept.gate("loading")
+    kept.kill()
+    kept.reached("loading")
+    assert [s.id for s in kept.status().sets] == [target.id]
+    with kept.attach() as engine:
+        assert (engine.message.set_id, contents(engine)) == (target.id, GOOD)
+        kept.open("loading")
+        old, *new = kept.await_state("ready").sets
+        assert old.id == target.id
+        assert [(s.role, s.version) for s in new] == [("target", 2), ("draft-1", 2)]
+        assert draft.id not in [s.id for s in new]
+    eventually(lambda: [s.id for s in kept.status().sets] == [s.id for s in new])
+    assert kept.status().error is None
+    assert kept.loads() == 2
+
+
+def test_a_damaged_draft_that_nothing_replaces(kept: Kept) -> None:
+    """Status and engines are told what is missing, and how it comes back, also later."""
+    target, draft = with_draft(kept)
+    kept.configure(WITH_DRAFT, loader=condemning(draft.id), model=None)
+    kept.kill()
+    error = eventually(lambda: kept.status().error)
+    for words in (f"set {draft.id} (draft-1) was damaged", "no [model] is configured", "`wcache load` brings it back"):
+        assert words in error.message
+    kept.configure(WITH_DRAFT)
+    for status in (kept.status(), kept.kill()):
+        assert (status.state, [s.id for s in status.sets]) == ("ready", [target.id])
+        with pytest.raises(Empty, match=r"no draft-1 weights, only: target; .*`wcache load` loads all of them again"):
+            kept.attach(test_loader.fingerprint(role="draft-1"))
+    kept.load()
+    status = kept.status()
+    assert (status.error, [s.role for s in status.sets]) == (None, ["target", "draft-1"])
+    assert kept.loads() == 2
+    kept.load()  # there is nothing left to do
+    assert kept.loads() == 2
+
+
+def test_a_damaged_draft_is_held(kept: Kept) -> None:
+    """Evicted and loaded, as the refusal says: its target need not be evicted for that."""
+    target, draft = with_draft(kept)
+    kept.configure(WITH_DRAFT, loader=condemning(draft.id), policy={"damaged": "hold"})
+    kept.kill()
+    kept.await_state("degraded")
+    with pytest.raises(Degraded, match=f"set {draft.id}.*`wcache evict` them, then `wcache load`"):
+        kept.load()
+    kept.ask(protocol.Evict(draft.id))
+    assert [s.id for s in kept.status().sets] == [target.id]
+    kept.load()
+    assert [(s.role, s.version) for s in kept.status().sets] == [("target", 2), ("draft-1", 2)]
+    assert kept.loads() == 2
 
 
 def test_damage_is_replaced_before_ready(managed: Managed) -> None:
