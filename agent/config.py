@@ -76,6 +76,13 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExporterConfig:
+    """[exporter]: ``listen`` is where metrics are served, ``HOST:PORT`` or ``[IPV6]:PORT``."""
+
+    listen: str = "127.0.0.1:9464"
+
+
+@dataclass(frozen=True, slots=True)
 class RankConfig:
     """[[rank]]: one rank of this host and the UUID of its GPU (empty on the host backend)."""
 
@@ -92,6 +99,7 @@ class Config:
     model: ModelConfig | None = None
     memory: MemoryConfig = MemoryConfig()
     policy: PolicyConfig = PolicyConfig()
+    exporter: ExporterConfig = ExporterConfig()
     ranks: tuple[RankConfig, ...] = (RankConfig(0),)
     path: Path | None = None
 
@@ -102,6 +110,7 @@ SECTIONS: Mapping[str, type] = {
     "model": ModelConfig,
     "memory": MemoryConfig,
     "policy": PolicyConfig,
+    "exporter": ExporterConfig,
     "rank": RankConfig,
 }
 """The tables of the file; ``rank`` is a list of tables."""
@@ -183,6 +192,7 @@ def _build(data: dict[str, Any], path: Path) -> Config:
         model=None if model is None else decode(ModelConfig, model, "model"),
         memory=decode(MemoryConfig, data.get("memory", {}), "memory"),
         policy=decode(PolicyConfig, data.get("policy", {}), "policy"),
+        exporter=decode(ExporterConfig, data.get("exporter", {}), "exporter"),
         ranks=_ranks(data["rank"]) if "rank" in data else Config().ranks,
         path=path,
     )

@@ -20,6 +20,9 @@ MAX_RANK = 65535
 MAX_DIRECTORY = 107 - len(f"/{MAX_RANK}.publish.sock")
 """The path of a Unix socket has at most 107 bytes (unix(7))."""
 
+MAX_PORT = 65535
+_ADDRESS = re.compile(r"(?:\[([0-9a-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+)):(\d{1,5})", re.ASCII | re.IGNORECASE)
+
 _UUID_HINT = "`nvidia-smi -L` prints the UUIDs"
 _HEX = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _UUID = re.compile(rf"(?:(GPU-|MIG-)({_HEX})|(MIG-GPU-)({_HEX}/\d+/\d+))", re.ASCII | re.IGNORECASE)
@@ -30,6 +33,14 @@ def check(config: Config, explicit_ranks: bool) -> Config:
     _check_values(config)
     _check_model(config, explicit_ranks)
     return dataclasses.replace(config, ranks=_checked_ranks(config)) if explicit_ranks else config
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT`` or ``[IPV6]:PORT``. Raises ValueError with what was expected."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match[3]) > MAX_PORT:
+        raise ValueError(f"expected HOST:PORT such as 127.0.0.1:9464 or [::1]:9464, got {shown(text)}")
+    return match[1] or match[2], int(match[3])
 
 
 def _check_values(config: Config) -> None:
@@ -49,6 +60,10 @@ def _check_values(config: Config) -> None:
     for i, user in enumerate(config.policy.publishers):
         if not user:
             raise DecodeError(f"policy.publishers[{i}]", "a user name is empty")
+    try:
+        parse_address(config.exporter.listen)
+    except ValueError as error:
+        raise DecodeError("exporter.listen", str(error)) from None
     size = config.memory.arena_bytes
     if size < 0 or size % GRANULARITY:
         raise DecodeError("memory.arena_bytes", f"must be 0 (automatic) or a multiple of 2 MiB, got {size}")

@@ -70,8 +70,8 @@ FAMILIES = (
     Family(
         "weightcache_rank",
         "info",
-        (*RANK, "backend", "version", "pci_bus_id", "modelName"),
-        "The rank's kind of memory, the version of its agent, and the GPU as DCGM names it.",
+        (*RANK, "backend", "version", "pci_bus_id", "gpu_name"),
+        "The rank's kind of memory, the version of its agent, and the GPU by its bus id and its name.",
     ),
     Family("weightcache_rank_state", "gauge", (*RANK, "state"), "1 for the state that the rank is in."),
     Family("weightcache_rank_ready", "gauge", RANK, "1 if engines get weights from this rank."),

@@ -34,3 +34,4 @@ def test_uncommented_it_loads_and_shows_the_defaults() -> None:
     assert dataclasses.replace(shown.loader, command=(), environment={}) == defaults.loader
     assert shown.memory == defaults.memory
     assert shown.policy == defaults.policy
+    assert shown.exporter == defaults.exporter

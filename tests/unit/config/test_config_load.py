@@ -55,6 +55,8 @@ def test_a_full_file() -> None:
         clients_may_evict_unleased = true
         donation = false
         publishers = ["sglang"]
+        [exporter]
+        listen = "[::1]:9000"
         [[rank]]
         rank = 3
         gpu = "{GPU_A.upper()}"
@@ -71,6 +73,7 @@ def test_a_full_file() -> None:
     assert got.model == config.ModelConfig(("--model-path=/m", "--port", "30000"))
     assert got.memory == MemoryConfig("cuda", 2**30)
     assert got.policy == config.PolicyConfig(True, False, ("sglang",))
+    assert got.exporter == config.ExporterConfig("[::1]:9000")
     assert got.ranks == (RankConfig(3, GPU_A), RankConfig(2, f"MIG-{GPU_A[4:]}"))
 
 
@@ -83,7 +86,7 @@ def test_old_mig_names_are_uuids_too() -> None:
     [
         ("[memry]", "memry", 'unknown key (did you mean "memory"?)'),
         ("[[ranks]]\nrank = 0", "ranks", 'did you mean "rank"'),
-        ("zzzz = 1", "zzzz", "known here: agent, loader, model, memory, policy, rank"),
+        ("zzzz = 1", "zzzz", "known here: agent, loader, model, memory, policy, exporter, rank"),
         ('[memory]\nbakend = "host"', "memory.bakend", 'did you mean "backend"'),
         ('[memory]\n"a b\\u001b" = 1', 'memory."a b\\u001b"', "unknown key"),
         ("[[rank]]\nrank = 0\ngpuu = 1", "rank[0].gpuu", 'did you mean "gpu"'),
@@ -111,6 +114,11 @@ def test_old_mig_names_are_uuids_too() -> None:
         ("[loader]\nstall_seconds = -1", "loader.stall_seconds", "greater than 0"),
         ("[policy]\ndonation = 1", "policy.donation", "expected true or false, got 1"),
         ('[policy]\npublishers = [""]', "policy.publishers[0]", "empty"),
+        ("[exporter]\nlisten = 9464", "exporter.listen", "expected text in quotes, got 9464"),
+        ("[exporter]\nlisten = ':9464'", "exporter.listen", "expected HOST:PORT"),
+        ("[exporter]\nlisten = '::1:9464'", "exporter.listen", "or [::1]:9464"),
+        ("[exporter]\nlisten = 'a:65536'", "exporter.listen", 'got "a:65536"'),
+        ("[exporter]\nlisten = 'unix:/a'", "exporter.listen", "expected HOST:PORT"),
         ('[agent]\nruntime_dir = "run"', "agent.runtime_dir", "absolute path"),
         (f"[agent]\nruntime_dir = '/{'x' * 88}'", "agent.runtime_dir", "at most 88 bytes"),
         ("[agent]\nruntime_dir = 1", "agent.runtime_dir", "expected text in quotes"),

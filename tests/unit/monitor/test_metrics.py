@@ -94,7 +94,7 @@ def test_who_holds_what() -> None:
         "backend": "cuda",
         "version": "0.1.0",
         "pci_bus_id": "00000000:18:00.0",
-        "modelName": "NVIDIA H200",
+        "gpu_name": "NVIDIA H200",
     }
 
 

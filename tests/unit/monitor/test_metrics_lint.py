@@ -33,7 +33,7 @@ FOREIGN = (
 )
 LABELS = {
     "rank", "gpu", "UUID", "role", "state", "code", "kept", "event", "source", "result", "backend", "version", "python",
-    "pci_bus_id", "modelName", "model", "revision", "digest",
+    "pci_bus_id", "gpu_name", "model", "revision", "digest",
 }  # fmt: skip
 MOST_SERIES = 250
 """Of one rank with one set: what a Prometheus of many hosts bears easily."""
