@@ -1,0 +1,25 @@
+"""Two sets' fingerprints side by side."""
+
+from __future__ import annotations
+
+from weightcache.tui import comparison
+from weightcache.tui.comparison import Side
+from weightcache.tui.screens.view import ReadingView
+from weightcache.tui.state import State
+from weightcache.tui.widgets.page import Reader
+
+
+class Compare(ReadingView):
+    """Fingerprints never change, so this stays even when a set goes."""
+
+    def __init__(self, state: State, left: Side, right: Side) -> None:
+        super().__init__(state)
+        self._sides = left, right
+
+    def show(self) -> None:
+        """Compare."""
+        super().show()
+        left, right = self._sides
+        refused = comparison.refusals(self.state.snapshot, {left.rank, right.rank})
+        marks = self.state.marks
+        self.query_one(Reader).show(lambda width: comparison.lines(left, right, refused, marks, width))
