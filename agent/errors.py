@@ -23,6 +23,7 @@
     ├── NoRoom                  no-room          1
     ├── DeviceUnavailable       no-device       69
     ├── StoreRejected           store-rejected   1
+    ├── ParityBroken            parity-broken    1
     └── InUse                   in-use           1
 
 A message is one sentence an operator can act on; it never needs a traceback to be understood.
@@ -194,6 +195,13 @@ class StoreRejected(WeightcacheError):
     """The service manager does not keep all descriptors of a set, so the set would die with the agent."""
 
     code = "store-rejected"
+    exit_status = 1
+
+
+class ParityBroken(WeightcacheError):
+    """An attached engine is not what a disk load gives."""
+
+    code = "parity-broken"
     exit_status = 1
 
 

@@ -22,6 +22,8 @@ from weightcache.fingerprint import Difference
 VARIABLE = "WEIGHTCACHE_DIRECTIVE"
 TOKEN_VARIABLE = "WEIGHTCACHE_TOKEN"  # noqa: S105
 """The load's one-time token, apart from the directive so that the directive may be logged."""
+UNPROVEN_VARIABLE = "WEIGHTCACHE_UNPROVEN"
+"""Set for a loader whose weights are for a comparison: methods without evidence may be published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,8 @@ class Directive:
     ``sockets`` maps a GPU UUID (backend cuda) or ``rank:N`` (backend host) to the path of that rank's RANK.sock.
     ``on_mismatch``: what an engine does when it cannot attach. ``from_disk``: not empty when the launcher has already
     decided against attaching, with the reason. ``explain``: stop after the decision. ``donate``: an engine may publish
-    its own load to an empty agent. ``group`` names this launch.
+    its own load to an empty agent. ``group`` names this launch. ``inventory`` is a directory that an engine writes the
+    inventory of its loaded models to (weightcache.parity). ``unproven``: methods without evidence may be published.
     """
 
     purpose: Literal["engine", "loader"]
@@ -45,6 +48,8 @@ class Directive:
     explain: bool = False
     report: str = ""
     arena_bytes: int = 0
+    inventory: str = ""
+    unproven: bool = False
 
     def environment(self) -> dict[str, str]:
         """The variables that carry this directive."""

@@ -68,7 +68,7 @@ def observe(model_config: Any, load_config: Any, server_args: Any, device: torch
         quant_config_hash=_hash(quantization) if quantization is not None else "",
         dtype=str(model_config.dtype).removeprefix("torch."),
         device=device.type,
-        device_capability=_capability(device),
+        device_capability=capability(device),
         torch_version=torch.__version__,
         sglang_version=adapter.version(),
         kernel_versions=_kernel_versions(),
@@ -96,10 +96,11 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _capability(device: torch.device) -> str:
+def capability(device: torch.device) -> str:
+    """The compute capability such as ``9.0``; empty on a CPU."""
     if device.type != "cuda":
         return ""
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_devicecapability(device)
     return f"{major}.{minor}"
 
 

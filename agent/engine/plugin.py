@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from weightcache.engine import directive as directives
@@ -87,9 +88,14 @@ def _load_model(directive: Directive) -> Callable[..., Any]:
         _prove_hooks(directive)
         _runners.append(runner)
         try:
-            return original(runner, *args, **kwargs)
+            result = original(runner, *args, **kwargs)
         finally:
             _runners.pop()
+        if directive.inventory:
+            from weightcache.engine import inventory
+
+            inventory.write(Path(directive.inventory), runner)
+        return result
 
     return around
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weightcache import checkpoint
-from weightcache.engine.directive import TOKEN_VARIABLE, Directive
+from weightcache.engine.directive import TOKEN_VARIABLE, UNPROVEN_VARIABLE, Directive
 from weightcache.errors import DeviceUnavailable, LoadFailed, WeightcacheError
 from weightcache.paths import RankPaths
 
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         sockets=sockets,
         group=args.group,
         arena_bytes=args.arena_bytes,
+        unproven=os.environ.get(UNPROVEN_VARIABLE) == "1",
     )
     try:
         _check_device(args.backend)

@@ -1,0 +1,157 @@
+"""One SGLang server for a comparison: started, asked for tokens and their probabilities, ended with all it started."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightcache.errors import LoadFailed
+from weightcache.launch.processes import Tree
+
+HOST = "127.0.0.1"
+POLL_SECONDS = 0.2
+ANSWER_SECONDS = 300.0
+STOP_SECONDS = 20.0
+TOP = 5
+"""How many of the likeliest tokens are compared at each position."""
+
+_TAIL_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The greedy tokens after one prompt, their log probabilities, and the TOP likeliest tokens at each position."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[float, int], ...], ...]
+
+
+@contextlib.contextmanager
+def serving(arguments: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float) -> Iterator[Server]:
+    """SGLang's own server on a free loopback port, once it answers; its whole tree ends with the block.
+
+    Raises LoadFailed with the end of its log when it ends, or takes longer than ``seconds``.
+    """
+    port = _free_port()
+    command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--host", HOST, "--port", str(port)]
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+    tree = Tree(process.pid)
+    try:
+        server = Server(port, log)
+        _await(process, tree, server, seconds)
+        yield server
+    finally:
+        tree.update()
+        tree.kill(STOP_SECONDS)
+        tree.close()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # whoever left the tree is still in its session
+        process.wait(STOP_SECONDS)
+
+
+def _await(process: subprocess.Popen[bytes], tree: Tree, server: Server, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not server.answers():
+        tree.update()
+        if (status := process.poll()) is not None:
+            raise LoadFailed(f"SGLang ended with {status}: {server.tail()}")
+        if time.monotonic() > deadline:
+            raise LoadFailed(f"SGLang did not answer within {seconds:g} s: {server.tail()}")
+        time.sleep(POLL_SECONDS)
+
+
+class Server:
+    """A server that answers on loopback."""
+
+    def __init__(self, port: int, log: Path) -> None:
+        self._port = port
+        self._log = log
+
+    def answers(self) -> bool:
+        """Whether it takes requests."""
+        try:
+            self._ask("GET", "/model_info", seconds=5.0)
+        except (OSError, ValueError, http.client.HTTPException):
+            return False
+        return True
+
+    def answer(self, prompt: Sequence[int], count: int) -> Answer:
+        """``count`` greedy tokens after ``prompt``, computed from an empty prefix cache. Raises LoadFailed.
+
+        A cached prefix makes a shorter prefill, another shape and so other low-order bits: equal bits need equal work.
+        """
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True},
+            "return_logprob": True,
+            "top_logprobs_num": TOP,
+        }
+        try:
+            self._flush()
+            got = json.loads(self._ask("POST", "/generate", body))
+            meta = got["meta_info"]
+            rows = [entry or () for entry in meta["output_top_logprobs"]]
+            return Answer(
+                tokens=tuple(map(int, got["output_ids"])),
+                logprobs=tuple(float(row[0]) for row in meta["output_token_logprobs"]),
+                top=tuple(tuple((float(row[0]), int(row[1])) for row in entry) for entry in rows),
+            )
+        except (OSError, ValueError, KeyError, TypeError, IndexError, http.client.HTTPException) as error:
+            raise LoadFailed(f"SGLang gave no tokens ({error}): {self.tail()}") from None
+
+    def tail(self) -> str:
+        """The end of its log, as part of a sentence."""
+        try:
+            lines = self._log.read_text(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "; ".join(line.strip() for line in lines[-_TAIL_LINES:] if line.strip())
+
+    def _flush(self) -> None:
+        deadline = time.monotonic() + STOP_SECONDS
+        while True:  # refused while the last request is still being finished
+            try:
+                self._ask("POST", "/flush_cache", {})
+            except ValueError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(POLL_SECONDS)
+            else:
+                return
+
+    def _ask(self, verb: str, path: str, body: object = None, seconds: float = ANSWER_SECONDS) -> bytes:
+        """The body of an answer with status 200. Raises OSError, HTTPException, or ValueError for any other status."""
+        connection = http.client.HTTPConnection(HOST, self._port, timeout=seconds)
+        with contextlib.closing(connection):
+            content = None if body is None else json.dumps(body).encode()
+            connection.request(verb, path, content, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            data = response.read()
+            if response.status != 200:
+                raise ValueError(f"{path} answered {response.status}: {data[:200].decode(errors='replace')}")
+            return data
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])

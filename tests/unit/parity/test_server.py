@@ -1,0 +1,82 @@
+"""The server of a comparison: started, asked, and ended with everything that it started."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from weightcache.errors import LoadFailed
+from weightcache.parity.server import Answer, serving
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    package = tmp_path / "path" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    shutil.copy(Path(__file__).with_name("fake_sglang.py"), package / "launch_server.py")
+    return {**os.environ, "PYTHONPATH": str(package.parent)}
+
+
+def helper(log: Path) -> int:
+    return int(re.findall(r"helper (\d+)", log.read_text())[0])
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("manner", ["well", "busy"])
+def test_tokens_and_their_probabilities(tmp_path: Path, environment: dict[str, str], manner: str) -> None:
+    log = tmp_path / "log"
+    with serving(["--model-path", "m"], {**environment, "FAKE": manner}, log, 20.0) as server:
+        assert server.answer([1, 2, 3], 2) == Answer(
+            (6, 7), (-3.0, -3.5), (((-3.0, 6), (-9.0, 1)), ((-3.5, 7), (-9.0, 1)))
+        )
+        pid = helper(log)
+    assert gone(pid)
+    assert not server.answers()
+
+
+@pytest.mark.parametrize(
+    ("manner", "sentence"),
+    [
+        ("ends", "SGLang ended with 1: .*out of memory, says the fake"),
+        ("silent", "did not answer within 2 s: .*helper"),
+    ],
+)
+def test_a_server_that_does_not_come_up(
+    tmp_path: Path, environment: dict[str, str], manner: str, sentence: str
+) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(LoadFailed, match=sentence), serving([], {**environment, "FAKE": manner}, log, 2.0):
+        pytest.fail("it never answered")
+    if manner == "silent":
+        assert gone(helper(log))
+
+
+def test_an_answer_without_probabilities(tmp_path: Path, environment: dict[str, str]) -> None:
+    with serving([], {**environment, "FAKE": "broken"}, tmp_path / "log", 20.0) as server:
+        with pytest.raises(LoadFailed, match="SGLang gave no tokens"):
+            server.answer([1], 1)
+
+
+def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, environment: dict[str, str]) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(KeyboardInterrupt), serving([], {**environment, "FAKE": "well"}, log, 20.0):
+        raise KeyboardInterrupt
+    assert gone(helper(log))
