@@ -50,14 +50,14 @@ def add_global(parser: Parser, top: bool = False) -> None:
     default = None if top else argparse.SUPPRESS
     parser.add_argument(
         "--config",
-        type=_path,
+        type=as_path,
         default=default,
         metavar="FILE",
         help="configuration file (default: /etc/weightcache/weightcache.toml)",
     )
     parser.add_argument(
         "--runtime-dir",
-        type=_path,
+        type=as_path,
         default=default,
         metavar="DIR",
         help="directory of the agents' sockets (default: agent.runtime_dir of the configuration, or /run/weightcache)",
@@ -74,7 +74,8 @@ def add_wait(parser: Parser, text: str, default: float | None) -> None:
     parser.add_argument("--wait", type=_seconds, default=default, metavar="SECONDS", help=text)
 
 
-def _path(text: str) -> Path:
+def as_path(text: str) -> Path:
+    """The argument type of a path."""
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError("no usable path")
     return Path(text)

@@ -72,7 +72,10 @@ class Processes:
             if key not in self._commands:
                 if len(self._commands) >= KEPT_COMMANDS:
                     self._commands.clear()
-                self._commands[key] = shown(process.cmdline() or [process.name()])
+                words = process.cmdline()
+                while words and not words[-1]:  # where a title was written over the arguments (setproctitle)
+                    words.pop()
+                self._commands[key] = shown(words or [process.name()])
         except _GONE:
             return ""
         return self._commands[key]

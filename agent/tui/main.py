@@ -10,12 +10,11 @@ import pwd
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import weightcache
 from weightcache.cli import leave
-from weightcache.cli.parsing import Parser, add_global, add_rank, unknown
+from weightcache.cli.parsing import Parser, add_global, add_rank, as_path, unknown
 from weightcache.client import AGENT_USER
 from weightcache.errors import UsageError
 from weightcache.monitor import site as sites
@@ -61,8 +60,8 @@ def parser() -> Parser:
         metavar="SECONDS",
         help="with --json: one JSON line every so many seconds; with --once: the table again and again",
     )
-    top.add_argument("--record", type=Path, metavar="FILE", help="also write all that is shown to a new file")
-    top.add_argument("--replay", type=Path, metavar="FILE", help="show a recording instead of this host")
+    top.add_argument("--record", type=as_path, metavar="FILE", help="also write all that is shown to a new file")
+    top.add_argument("--replay", type=as_path, metavar="FILE", help="show a recording instead of this host")
     top.add_argument("--speed", type=_speed, default=1.0, metavar="FACTOR", help="of a replay (default: 1)")
     top.add_argument("--ascii", action="store_true", help="draw with ASCII characters only")
     top.add_argument("--no-mouse", action="store_true", help="leave the mouse to the terminal")
@@ -98,8 +97,8 @@ def _run(argv: Sequence[str] | None) -> int:
         if (error.name or "weightcache").startswith("weightcache"):
             raise
         raise UsageError(
-            f"the package {error.name} is not installed: pip install 'weightcache[top]' (--once and --json need only "
-            "psutil)"
+            f"the package {(error.name or '').partition('.')[0]} is not installed: pip install 'weightcache[top]' "
+            "(--once and --json need only psutil)"
         ) from None
 
 

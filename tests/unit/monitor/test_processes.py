@@ -142,6 +142,11 @@ def test_a_process_without_a_command_line_has_a_name(monkeypatch: pytest.MonkeyP
     assert Processes().command(os.getpid()) == "kworker/0:1"
 
 
+def test_a_title_leaves_the_rest_of_the_arguments_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda _: ["sglang::scheduler", *[""] * 100])
+    assert Processes().command(os.getpid()) == "sglang::scheduler"
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
