@@ -47,12 +47,12 @@ def lines(snapshot: Snapshot, colour: bool = False) -> list[str]:
 def split(snapshot: Snapshot, device: Device) -> str:
     """Who owns a device's memory, in one line."""
     own = ownership(snapshot, device)
-    place = f"GPU {device.index} {escape(device.name)}" if device.index >= 0 else escape(device.name) or "device"
-    uuid = f" ({escape(device.uuid)})" if device.uuid else ""
+    index = f"GPU {device.index} " if device.index >= 0 else ""
+    place = f"{index}{escape(device.name)} ({escape(device.uuid)})" if device.uuid else "this host"
     if not own.total:
-        return f"memory of {place}{uuid}: unknown"
+        return f"memory of {place.strip()}: unknown"
     return (
-        f"memory of {place}{uuid}: {size(own.weights)} weights, {size(own.engines)} engines besides, "
+        f"memory of {place.strip()}: {size(own.weights)} weights, {size(own.engines)} engines besides, "
         f"{size(own.other)} other, {size(own.free)} free of {size(own.total)}"
     )
 

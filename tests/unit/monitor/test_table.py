@@ -54,7 +54,7 @@ def test_a_rank_in_host_memory() -> None:
     rank = made.view(made.status(sets=(made.weight_set(leases=(made.lease(),)),)))
     shown = table.lines(made.snapshot(rank, devices=(device,), engines=(made.engine(),)))
     assert shown[1].split()[2] == "host"
-    assert shown[-2].startswith("rank 0: memory of host memory: 16.4 GB weights, 2.00 GB engines besides, 101.6 GB")
+    assert shown[-2].startswith("rank 0: memory of this host: 16.4 GB weights, 2.00 GB engines besides, 101.6 GB")
     assert shown[-1] == "rank 0: engine 4711 has 2.00 GB besides the weights"
 
 
@@ -69,7 +69,7 @@ def test_a_gpu_that_nvml_does_not_know() -> None:
     device = made.device(total=0, used=0, free=0, index=-1, name="")
     shown = table.lines(made.snapshot(made.on_gpu(), devices=(device,)))
     assert shown[1].split()[2:4] == ["GPU-00000000", "/models/small"]
-    assert shown[-1] == f"rank 0: memory of device ({made.GPU}): unknown"
+    assert shown[-1] == f"rank 0: memory of ({made.GPU}): unknown"
 
 
 def test_a_slice() -> None:

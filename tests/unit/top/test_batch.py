@@ -58,7 +58,7 @@ def test_a_table(top: Top, ready: Watched) -> None:
     assert header.split()[:4] == ["RANK", "STATE", "GPU", "MODEL"]
     assert row.split()[:4] == ["0", "ready", "host", "/models/small"]
     assert rest[0].startswith("rank 0: set s1abcd (target, version 1) of /models/small")
-    assert rest[1].startswith("rank 0: memory of host memory: ")
+    assert rest[1].startswith("rank 0: memory of this host: ")
 
 
 def test_json_has_the_ranks_of_status(top: Top, ready: Watched, capfd: pytest.CaptureFixture[str]) -> None:
