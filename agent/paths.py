@@ -13,6 +13,7 @@ from pathlib import Path
 
 SYSTEM_RUNTIME_DIR = Path("/run/weightcache")
 CONFIG_FILE = Path("/etc/weightcache/weightcache.toml")
+EVIDENCE_FILE = Path("/etc/weightcache/evidence.toml")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         extra += ["--gpu", gpu] if gpu else []
         extra += ["--set", options.set] if options.set is not None else []
         extra += ["--json"] if options.json else []
-        statuses.append(_run(loader_command(config, "check", *extra), loader_environment(config)))
+        statuses.append(run_command(loader_command(config, "check", *extra), loader_environment(config)))
     return next((status for status in statuses if status), 0)
 
 
@@ -68,7 +68,8 @@ def loader_environment(config: Config) -> dict[str, str]:
     return {**os.environ, **config.loader.environment}
 
 
-def _run(command: list[str], environment: dict[str, str]) -> int:
+def run_command(command: list[str], environment: dict[str, str]) -> int:
+    """Run a loader's role; its output goes to this one's, and its exit status is returned. Raises ConfigError."""
     sys.stdout.flush()
     try:
         status = subprocess.run(command, env=environment, check=False).returncode

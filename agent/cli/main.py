@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import weightcache
 from weightcache import keeper, protocol
-from weightcache.cli import attach, config_command, control, doctor, leave, load, metrics, status
+from weightcache.cli import attach, config_command, control, doctor, leave, load, metrics, parity, status
 from weightcache.cli.parsing import Parser, add_global, unknown
 
 Command = Callable[..., int]
@@ -47,7 +47,7 @@ def parser() -> Parser:
     add_global(top, top=True)
     top.add_argument("--version", action="version", version=_version(), help="print the version and leave")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for module in (status, load, attach, control, config_command, doctor, metrics):
+    for module in (status, load, attach, control, config_command, parity, doctor, metrics):
         module.register(commands)
     text = "keep weights over an agent's crashes without systemd"
     command = commands.add_parser("keeper", help=text, description=keeper.DESCRIPTION)

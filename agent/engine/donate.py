@@ -96,7 +96,7 @@ def donate(
         return Donation(load(), None, error)
     observed = load_observed(load, inner, fingerprint, publication)
     try:
-        gate.check(observed.model, unproven=directive.unproven)
+        gate.check(observed.model, fingerprint.device_capability, directive.unproven)
         produced = produce(
             observed.model,
             observed.built,
@@ -135,7 +135,7 @@ def load_for_agent(
 ) -> nn.Module:
     """Load and publish one set of a loader's launch; the commit follows when all its models are loaded."""
     observed = load_observed(load, inner, fingerprint, publication)
-    gate.check(observed.model, unproven=directive.unproven)
+    gate.check(observed.model, fingerprint.device_capability, directive.unproven)
     produced = produce(
         observed.model,
         observed.built,

@@ -1,28 +1,33 @@
-"""Which layers may be carried: decided by the resolved method objects of the loaded model, not by a name in its config.
+"""Which layers may be shared: decided by the resolved method objects of the loaded model, not by a name in its config.
 
-An "fp8" checkpoint can hold layers of other methods, and an unquantized one can be quantized by an option. What is
-listed here has been shown to be equal, bit for bit, between a disk load and an attach.
+An "fp8" checkpoint can hold layers of other methods, and an unquantized one can be quantized by an option.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
+from weightcache.engine import evidence, methods
 from weightcache.errors import UnsupportedMethod
 
-PROVEN = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"})
-METHOD_ATTRIBUTES = ("quant_method", "scheme")
 
+def check(model: nn.Module, capability: str, unproven: bool = False) -> None:
+    """Raise UnsupportedMethod, naming the method and the first layer that uses it; ``unproven`` lets all pass.
 
-def check(model: nn.Module, unproven: bool = False) -> None:
-    """Raise UnsupportedMethod, naming the method and the first layer that uses it; ``unproven`` lets all pass."""
+    ``capability`` is the device's compute capability, empty for a CPU. Raises ConfigError for broken evidence.
+    """
     if unproven:
         return
-    for path, module in model.named_modules():
-        for name in METHOD_ATTRIBUTES:
-            method = getattr(module, name, None)
-            if method is not None and not isinstance(method, str) and type(method).__name__ not in PROVEN:
-                raise UnsupportedMethod(
-                    f"layer {path} uses {type(method).__name__}, which weightcache does not support yet: "
-                    "only unquantized models can be cached"
-                )
+    known = evidence.all_known()
+    passed: set[str] = set()
+    for path, signature in methods.signatures(model):
+        if signature in passed:
+            continue
+        if evidence.find(known, signature, capability) is None:
+            name = signature.partition("(")[0]
+            where = f"compute capability {capability}" if capability else "CPUs"
+            raise UnsupportedMethod(
+                f"layer {path} uses {name}, which is not proven for sharing on {where}: `wcache parity` compares this "
+                "model with a disk load, and with --record allows it"
+            )
+        passed.add(signature)

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING
 
 from weightcache import protocol, records
 from weightcache.client import Conversation
+from weightcache.engine import evidence
 from weightcache.engine.directive import UNPROVEN_VARIABLE, Directive
 from weightcache.errors import ParityBroken, ProtocolError, UsageError
 from weightcache.launch import daemon_config, detached, layout, sglang_options
 from weightcache.parity import inventory
 from weightcache.parity.server import serving
-from weightcache.parity.verdict import Side, judge
+from weightcache.parity.verdict import Side, Verdict, judge
 from weightcache.paths import RankPaths
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The role's options, then ``--`` and SGLang's arguments."""
     parser.add_argument("--seconds", type=float, default=LOAD_SECONDS, help="longest time for one start")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs and inventories in this new directory")
+    parser.add_argument("--record", action="store_true", help="if equal, add the methods to this host's evidence")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="SGLang's arguments")
 
@@ -49,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     """Compare and print; 0 when nothing differs. Raises ParityBroken, LoadFailed, UsageError and what an agent says."""
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
     backend, ranks = _layout(arguments)
+    if args.record:
+        evidence.check_writable(evidence.local_file())  # before three starts, not after
     with _directory(args.keep) as directory:
         comparison = _Comparison(directory, tuple(arguments), backend, ranks, args.seconds)
         disk = comparison.side("disk", from_disk="wcache parity compares with a disk load")
@@ -59,7 +63,18 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result.plain()) if args.json else result.text(), flush=True)
         if result.broken:
             raise ParityBroken(result.broken)
+    if args.record:
+        _record(result, arguments)
     return 0
+
+
+def _record(result: Verdict, arguments: Sequence[str]) -> None:
+    path = evidence.local_file()
+    model = sglang_options.given(arguments).text("model_path")
+    how = "" if result.deterministic else ", answers not compared"
+    run = f"{model}, SGLang {result.sglang_version}, {time.strftime('%Y-%m-%d')}{how}"
+    new = evidence.record(path, result.methods, result.capability, run)
+    print(f"parity: {len(new)} methods recorded in {path}", file=sys.stderr, flush=True)
 
 
 def _layout(arguments: Sequence[str]) -> tuple[str, Sequence[RankConfig]]:
