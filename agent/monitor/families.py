@@ -14,7 +14,7 @@ ROLE = (*RANK, "role")
 
 STATES = (
     "empty", "loading", "ready", "drained", "failed", "degraded",  # what an agent says of its rank
-    "stopped", "down", "unknown",  # it said goodbye, it does not answer, it cannot be asked
+    "stopped", "down", "unknown",  # it was stopped or never started, it is gone without a word, it cannot be asked
 )  # fmt: skip
 
 KEPT = ("store", "process", "lost")

@@ -84,7 +84,7 @@ def _state(view: RankView) -> str:
         return view.status.state if view.status.state in STATES else "unknown"
     if view.agent == "closed":
         return "unknown"
-    return "stopped" if view.status.state == "stopped" else "down"
+    return "down" if view.heard_at and view.status.state != "stopped" else "stopped"
 
 
 def _condition(page: Page, key: tuple[str, ...], status: RankStatus) -> None:

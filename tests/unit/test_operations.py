@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.support.environments import REPOSITORY
+from weightcache.monitor.families import FAMILIES, RANK
 from weightcache.server.journal import MESSAGE_IDS
 from weightcache.server.states import State
 
@@ -27,3 +28,19 @@ def test_units_and_users_are_spelled_as_they_are_installed() -> None:
     units = {path.name for path in (REPOSITORY / "agent" / "units").iterdir()}
     named = set(re.findall(r"weightcache[a-z-]*@?\.(?:service|socket|target)", PAGE))
     assert named <= units
+
+
+def test_every_metric_is_in_the_table_with_its_type_and_labels() -> None:
+    table = PAGE.partition("## Metrics")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (weightcache_\w+) \| (\w+) \| ([\w, ]*) ?\| (.+) \|$", table, re.MULTILINE)
+    suffixes = {"counter": "_total", "info": "_info"}
+    assert sorted((name, kind, labels.strip()) for name, kind, labels, _ in rows) == sorted(
+        (family.name + suffixes.get(family.type, ""), family.type, ", ".join(x for x in family.labels if x not in RANK))
+        for family in FAMILIES
+    )
+    assert len({tells for *_, tells in rows}) == len(rows)
+
+
+def test_every_metric_that_the_page_names_exists() -> None:
+    series = {name for family in FAMILIES for name in (*family.series, family.name)}
+    assert set(re.findall(r"\bweightcache_\w+", PAGE)) <= series

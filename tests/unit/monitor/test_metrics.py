@@ -127,7 +127,7 @@ def test_an_agent_that_does_not_answer_is_all_that_is_said_of_it() -> None:
         (up(state="loading"), "loading"),
         (up(state="of-tomorrow"), "unknown"),
         (down(state="stopped"), "stopped"),
-        (down(state="unknown"), "down"),
+        (dataclasses.replace(down(state="unknown"), heard_at=0.0), "stopped"),
         (dataclasses.replace(down(), agent="closed"), "unknown"),
     ],
 )
