@@ -3,8 +3,9 @@
 #
 #   /usr/lib/weightcache/weightcache, .../vendor     the package, and the pure-Python packages that it uses
 #   /usr/libexec/weightcache/{agent,loader}          what the units start
-#   /usr/bin/{wcache,wcache-launch}
+#   /usr/bin/{wcache,wcache-launch,wcache-top}
 #   /usr/lib/systemd/{system,system-preset}, /usr/lib/sysusers.d, /usr/lib/tmpfiles.d
+#   /usr/share/weightcache                           alert rules for Prometheus, a dashboard for Grafana
 #   /etc/weightcache/weightcache.toml
 #
 # The same sources give the same bytes, modes and times ($SOURCE_DATE_EPOCH, or else the last commit's). The vendored
@@ -26,7 +27,19 @@ mkdir -p "$destdir"
 
 put() { install -D -m "${3:-644}" "$1" "$destdir$2"; } # FILE PATH [MODE]
 
-python_files() { (cd "$1" && find . -name '*.py' -o -name py.typed) | sed 's,^\./,,' | sort; } # FOLDER
+copy() { # FOLDER TARGET, and relative paths on standard input
+    mkdir -p "$destdir$2"
+    (cd "$1" && xargs -d '\n' cp --parents --no-preserve=mode,ownership,timestamps -t "$destdir$2")
+}
+
+# What a wheel brought: neither what was made when it was installed, nor programs, nor a module for everybody's path.
+brought() { # DIST-INFO
+    cut -d, -f1 "$1/RECORD" | grep -vE '^(\.\./|bin/|[^/]*\.dist-info/|example\.py$)|\.pyc$|(^|/)tests?/' | sort
+}
+
+licences() { # DIST-INFO
+    find "$1" -type f \( -path '*/licenses/*' -o -iname 'LICEN[CS]E*' \) | sort
+}
 
 program() { # PATH MODULE
     local file=$destdir$1
@@ -44,9 +57,7 @@ END
     chmod 755 "$file"
 }
 
-python_files agent | while read -r file; do
-    put "agent/$file" "$library/weightcache/$file"
-done
+(cd agent && find . -name '*.py' -o -name '*.tcss' -o -name py.typed) | sort | copy agent $library/weightcache
 
 requirements=tests/env/agent.txt
 vendor=${VENDOR:-}
@@ -57,11 +68,10 @@ if [[ -z $vendor ]]; then
         --no-deps --no-compile --root-user-action=ignore --target "$vendor" -r $requirements
 fi
 while IFS='=' read -r name _ version; do
-    [[ -d $vendor/$name-$version.dist-info ]] || { echo "stage.sh: no $name $version in $vendor" >&2; exit 1; }
-    python_files "$vendor/$name" | while read -r file; do
-        put "$vendor/$name/$file" "$library/vendor/$name/$file"
-    done
-    for file in "$vendor/$name-$version.dist-info"/licenses/*; do
+    info=$vendor/$(tr 'A-Z.-' 'a-z__' <<<"$name")-$version.dist-info
+    [[ -d $info ]] || { echo "stage.sh: no $name $version in $vendor" >&2; exit 1; }
+    brought "$info" | copy "$vendor" $library/vendor
+    licences "$info" | while read -r file; do
         put "$file" "$library/vendor/$name-$version.${file##*/}"
     done
 done < <(grep -v '^#' $requirements)
@@ -70,6 +80,7 @@ program /usr/libexec/weightcache/agent weightcache.server.__main__
 program /usr/libexec/weightcache/loader weightcache.loader.unit
 program /usr/bin/wcache weightcache.cli.main
 program /usr/bin/wcache-launch weightcache.launch.main
+program /usr/bin/wcache-top weightcache.tui.main
 
 for unit in agent/units/*.{service,socket,target}; do
     put "$unit" "/usr/lib/systemd/system/${unit##*/}"
@@ -77,6 +88,9 @@ done
 put agent/units/90-weightcache.preset /usr/lib/systemd/system-preset/90-weightcache.preset
 put agent/units/weightcache.sysusers.conf /usr/lib/sysusers.d/weightcache.conf
 put agent/units/weightcache.tmpfiles.conf /usr/lib/tmpfiles.d/weightcache.conf
+for file in packaging/monitoring/*; do
+    put "$file" "/usr/share/weightcache/${file##*/}"
+done
 put docs/weightcache.toml /etc/weightcache/weightcache.toml
 
 when=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || stat -c %Y CHANGELOG.md)}

@@ -50,7 +50,10 @@ def test_verify_has_nothing_to_say(machine: Machine) -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize(("unit", "most"), [("weightcache@.service", 1.5), ("weightcache-loader@.service", 3.0)])
+@pytest.mark.parametrize(
+    ("unit", "most"),
+    [("weightcache@.service", 1.5), ("weightcache-loader@.service", 3.0), ("weightcache-exporter.service", 1.8)],
+)
 def test_exposure(machine: Machine, unit: str, most: float) -> None:
     path = f"/usr/lib/systemd/system/{unit}"
     done = machine.run(
@@ -67,7 +70,8 @@ def test_users_and_groups(machine: Machine) -> None:
 
     assert groups("weightcache") == {"weightcache", "weightcache-publish"}
     assert groups("weightcache-loader") == {"weightcache-loader", "weightcache", "weightcache-publish"}
-    for user in ("weightcache", "weightcache-loader"):
+    assert groups("weightcache-exporter") == {"weightcache-exporter"}
+    for user in ("weightcache", "weightcache-loader", "weightcache-exporter"):
         assert machine.run("getent", "passwd", user).stdout.strip().endswith("/nologin")
 
 
@@ -82,7 +86,7 @@ def test_presets_leave_the_ranks_to_the_operator(machine: Machine) -> None:
     assert enabled(machine, "weightcache-loader.socket") == "enabled"
     assert enabled(machine, "weightcache@.service") == "static"
     assert enabled(machine, "weightcache-devices.service") == "static"
-    for unit in ("weightcache@7.socket", "weightcache-warm@7.service"):
+    for unit in ("weightcache@7.socket", "weightcache-warm@7.service", "weightcache-exporter.service"):
         assert enabled(machine, unit) == "disabled"
         machine.systemctl("enable", unit)
         assert enabled(machine, unit) == "enabled"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.environments import REPOSITORY
+from tests.support.environments import REPOSITORY, environments
 from tests.support.stage import staged
 
 PROGRAMS = {
     "usr/bin/wcache",
     "usr/bin/wcache-launch",
+    "usr/bin/wcache-top",
     "usr/libexec/weightcache/agent",
     "usr/libexec/weightcache/loader",
 }
@@ -42,7 +44,7 @@ def files(tree: Path, below: str = "") -> set[str]:
 
 def test_every_module_and_no_leftover(tree: Path) -> None:
     agent = REPOSITORY / "agent"
-    modules = {path.relative_to(agent).as_posix() for path in agent.rglob("*.py")}
+    modules = {path.relative_to(agent).as_posix() for path in agent.rglob("*") if path.suffix in (".py", ".tcss")}
     assert files(tree, f"{LIBRARY}/weightcache") == modules | {"py.typed"}
 
 
@@ -57,6 +59,8 @@ def test_nothing_outside_the_documented_places(tree: Path) -> None:
         "usr/lib/systemd/system-preset",
         "usr/lib/sysusers.d/weightcache.conf",
         "usr/lib/tmpfiles.d/weightcache.conf",
+        "usr/share/weightcache/weightcache-rules.yml",
+        "usr/share/weightcache/weightcache-dashboard.json",
     }
     assert {name for name in files(tree) if name.startswith("etc")} == {"etc/weightcache/weightcache.toml"}
 
@@ -73,8 +77,64 @@ def test_modes_and_licences(tree: Path) -> None:
     assert {name for name in files(tree) if modes[name] != 0o644} == PROGRAMS
     assert {modes[name] for name in PROGRAMS} == {0o755}
     assert {mode for name, mode in modes.items() if (tree / name).is_dir() and name != "."} == {0o755}
-    for name in ("sdnotify", "tomlkit"):
-        assert list((tree / LIBRARY / "vendor").glob(f"{name}-*.LICENSE*"))
+
+
+def requirements() -> dict[str, str]:
+    """Version by name of what is vendored."""
+    lines = (REPOSITORY / "tests" / "env" / "agent.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and line[0] != "#")
+
+
+def test_all_that_a_wheel_brought_is_there_and_nothing_that_its_installation_made(tree: Path) -> None:
+    vendor = tree / LIBRARY / "vendor"
+    [site] = environments().agent.parent.with_name("lib").glob("python3.*/site-packages")
+    expected: set[str] = set()
+    for name, version in requirements().items():
+        info = site / f"{name.lower().replace('-', '_')}-{version}.dist-info"
+        names = {line.split(",")[0] for line in (info / "RECORD").read_text().splitlines()}
+        brought = {name for name in names if not name.startswith(("../", f"{info.name}/")) and name[-4:] != ".pyc"}
+        assert brought
+        expected |= brought - {"example.py"}
+    licences = {name for name in files(vendor) if "/" not in name and not name.endswith(".py")}
+    assert files(vendor) - licences == expected
+    assert {"pynvml.py", "typing_extensions.py", "textual/tree-sitter/highlights/bash.scm"} <= expected
+    assert not [name for name in files(vendor) if "__pycache__" in name or "/tests/" in name]
+
+
+@pytest.mark.parametrize(("name", "version"), requirements().items())
+def test_every_vendored_package_comes_with_its_licence(tree: Path, name: str, version: str) -> None:
+    vendor = tree / LIBRARY / "vendor"
+    if name == "nvidia-ml-py":  # it has no such file
+        assert "Redistribution and use in source and binary forms" in (vendor / "pynvml.py").read_text()[:2000]
+    else:
+        assert list(vendor.glob(f"{name}-{version}.LICEN[CS]E*"))
+
+
+@pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="no python3 of a distribution")
+@pytest.mark.parametrize(
+    "command", ["usr/bin/wcache metrics --help", "usr/bin/wcache exporter --help", "usr/bin/wcache-top --help"]
+)
+def test_programs_run_on_the_distributions_python_with_what_is_vendored(tree: Path, command: str) -> None:
+    program, *arguments = command.split()
+    moved = (tree / program).read_text().replace(f'"/{LIBRARY}', f'"{tree}/{LIBRARY}')
+    interpreter = ["/usr/bin/python3", "-IB", "-W", "error", "-c", moved.partition("\n")[2]]
+    shown = subprocess.run([*interpreter, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("usage: ")
+
+
+def test_metrics_are_printed_without_anything_else_installed(tree: Path, tmp_path: Path) -> None:
+    moved = (tree / "usr/bin/wcache").read_text().replace(f'"/{LIBRARY}', f'"{tree}/{LIBRARY}')
+    shown = subprocess.run(
+        ["/usr/bin/python3", "-IBS", "-c", moved.partition("\n")[2], "--runtime-dir", tmp_path, "metrics"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "weightcache_build_info" in shown.stdout
+    assert not list(tree.rglob("__pycache__"))
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS))
