@@ -8,7 +8,6 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from textual.app import App, SuspendNotSupported
@@ -53,9 +52,7 @@ def _ask(site: Site, rank: int, message: protocol.Message, seconds: float, done:
                 told, well = agent.request(message, protocol.Done, seconds).text, True
         except WeightcacheError as error:
             told, well = error.message, False
-        # The screen may have been left meanwhile.
-        with suppress(RuntimeError):
-            done(safe(told), well)
+        done(safe(told), well)
 
     # A daemon, so that quitting does not wait for an agent. The agent goes on with what it was asked for.
     threading.Thread(target=ask, name=f"ask-{rank}", daemon=True).start()

@@ -19,7 +19,6 @@ from weightcache.tui.screens.overview import Overview
 from weightcache.tui.screens.view import View
 from weightcache.tui.selection import comparable
 from weightcache.tui.state import State
-from weightcache.tui.widgets.page import Reader
 from weightcache.tui.widgets.table import Table
 from weightcache.tui.words import state as state_of
 
@@ -39,6 +38,10 @@ Confirm, Choose { align: center middle; }
 #window-keys { margin-top: 1; height: 1; }
 #choices { max-height: 12; }
 .ascii #window { border: ascii ansi_default; }
+.ascii Toast { border-left: ascii ansi_default; }
+.ascii CommandPalette #--input { border: ascii ansi_default; }
+.ascii CommandPalette CommandList { border: none; }
+CommandPalette SearchIcon { display: none; }
 """
 """The terminal's own colours. What matters is said in words, and no line is spent on frames."""
 
@@ -61,6 +64,7 @@ class Top(App[None]):
         Binding("space", "pause", "pause", tooltip="stop and go on; the age of the data keeps counting"),
         Binding("plus,equals_sign", "pace(1)", "longer interval", show=False, key_display="+"),
         Binding("minus", "pace(-1)", "shorter interval", show=False, key_display="-"),
+        Binding("ctrl+p", "command_palette", "palette", show=False, tooltip="a list of what can be done now"),
         Binding("tab,shift+tab", "", "next or previous table", show=False, key_display="tab"),
     ]
 
@@ -102,8 +106,12 @@ class Top(App[None]):
 
     def _show(self) -> None:
         for screen in self.screen_stack:
-            if isinstance(screen, View) and screen.is_mounted:
+            if isinstance(screen, View) and screen.complete:
                 screen.show()
+
+    def get_key_display(self, binding: Binding) -> str:
+        """Keys by their names, not by signs that a terminal may lack."""
+        return binding.key_display or binding.key
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 
@@ -111,7 +119,7 @@ class Top(App[None]):
         """Show the keys."""
         if not isinstance(self.screen, Help):
             groups = [("Everywhere", Top.BINDINGS), ("Overview", Overview.BINDINGS), ("In a table", Table.BINDINGS)]
-            self.push_screen(Help(self._state, [*groups, ("In a text", Reader.BINDINGS)]))
+            self.push_screen(Help(self._state, groups))
 
     def action_pause(self) -> None:
         """Stop or go on."""

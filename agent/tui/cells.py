@@ -5,6 +5,7 @@ There is no markup on this way: text of unknown origin is only ever text.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,6 +60,7 @@ UNICODE = Marks("…", "▲", "▼", "█", "▓", "▒", "░")
 ASCII = Marks("~", "^", "v", "#", "=", "-", ".")
 
 
+@functools.lru_cache(4096)
 def safe(content: str) -> str:
     """``content`` as plain characters, each one or two cells wide.
 
@@ -94,18 +96,20 @@ def pad(content: str, width: int, right: bool = False) -> str:
 
 
 def fold(content: str, width: int) -> list[str]:
-    """``content`` in lines of at most ``width`` cells, broken between words where that is possible."""
+    """``content`` in lines of at most ``width`` cells, broken between words; what is longer than a line is cut."""
+    width = max(width, 2)
     lines: list[str] = []
     line = ""
     for word in content.split(" "):
         longer = f"{line} {word}" if line else word
         if cell_len(longer) <= width:
             line = longer
-            continue
-        if line:
+        elif cell_len(word) > width:
+            *full, line = chop_cells(longer, width)
+            lines += full
+        else:
             lines.append(line)
-        *full, line = chop_cells(word, max(width, 2)) or [""]
-        lines += full
+            line = word
     return [*lines, line]
 
 

@@ -94,12 +94,13 @@ def of_set(snapshot: Snapshot, view: RankView, entry: SetStatus) -> list[Fact]:
         ("published", f"{text.moment(entry.published_at)}, {text.duration(snapshot.at - entry.published_at)} ago"),
         ("loaded in", f"{text.duration(entry.load_seconds)}, {text.size(entry.bytes_read)} read"),
         ("held by", words.holders(view.status).removeprefix("weights held by ")),
-        *(("engine", f"{words.engine(one.lease)}: {safe(one.lease.command)}") for one in used),
-        *([] if used else [("engines", "none")]),
         ("Fingerprint", ""),
         ("short", words.digest(entry)),
         ("full", safe(entry.digest)),
         *fields(entry.fingerprint),
+        ("Engines", ""),
+        *((f"engine {one.lease.pid}", f"{words.user(one.lease.uid)}  {safe(one.lease.unit)}") for one in used),
+        *([] if used else [("", "none is attached")]),
     ]
 
 

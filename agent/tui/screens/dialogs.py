@@ -22,7 +22,7 @@ class Confirm(ModalScreen[bool]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "yes, do it"),
-        Binding("n,escape", "dismiss(False)", "no"),
+        Binding("n,escape", "dismiss(False)", "no", key_display="n"),
     ]
 
     def __init__(self, about: Build) -> None:
@@ -41,10 +41,16 @@ class Confirm(ModalScreen[bool]):
         self.query_one(Keys).update()
 
 
+class Choices(Table):
+    """Enter takes the selected row."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "compare")]
+
+
 class Choose(ModalScreen[Side | None]):
     """A list of sets to compare with; ``differing`` counts fields for each."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "back")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "back", key_display="esc")]
 
     def __init__(self, sides: Sequence[Side], rows: Sequence[Row], marks: Marks) -> None:
         super().__init__()
@@ -56,7 +62,7 @@ class Choose(ModalScreen[Side | None]):
         """The question, the list and the keys."""
         with Vertical(id="window"):
             yield Page(lambda width: [[Cell("Compare with which set?", "strong")]])
-            yield Table(CHOICES, self._marks, "", id="choices")
+            yield Choices(CHOICES, self._marks, "", id="choices")
             yield Keys(id="window-keys")
 
     def on_mount(self) -> None:

@@ -20,8 +20,10 @@ def share(room: int, wants: Mapping[str, int], focused: str) -> dict[str, int]:
         if room >= least:
             given[name] = least
             room -= least
-    # Half of what is left for the part in focus, the rest by importance, and then more for focus if there is more.
-    for name, most in [(order[0], room // 2), *((name, room) for name in order[1:]), (order[0], room)]:
+    # Half of what is left for the part in focus, the rest by importance; what never has enough comes last.
+    focus, last = order[0], list(wants)[-1]
+    others = [(name, room) for name in wants if name != last]
+    for name, most in [(focus, room // 2), *others, (focus, room), (last, room)]:
         more = min(wants[name] - given[name], most, room) if given[name] else 0
         given[name] += more
         room -= more

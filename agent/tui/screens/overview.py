@@ -44,7 +44,7 @@ class Overview(View):
         Binding("e", "evict", "evict", tooltip="drop the selected set, after a question"),
         Binding("d", "drain", "drain", tooltip="give out nothing more of the selected rank, after a question"),
         Binding("l", "journal", "journal", tooltip="the journal of the selected rank's unit"),
-        Binding("escape", "clear", "end the filter", show=False),
+        Binding("escape", "clear", "end filter", key_display="esc", tooltip="end the filter"),
         *(
             Binding(str(n), f"rank({n})", "go to the rank with that number", show=False, key_display="0-9")
             for n in range(10)
@@ -166,6 +166,13 @@ class Overview(View):
         """Show everything about the selected row."""
         find = selection.finder(str(event.table.id), self.rank, event.table.key)
         self.app.push_screen(Details(self.state, find))
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Esc does something only where there is a filter, and / where none is typed."""
+        typing = isinstance(self.focused, Input)
+        if action == "clear":
+            return typing or any(table.needle for table in self._tables.values())
+        return not (action == "filter" and typing)
 
     def action_rank(self, number: int) -> None:
         """Select a rank by its number."""

@@ -54,8 +54,10 @@ def drain(app: App[Any], state: State, view: RankView | None) -> None:
 
 
 def _confirm(app: App[Any], about: Build, act: Callable[[actions.Done], None]) -> None:
-    def told(sentence: str, well: bool) -> None:  # by the thread that asked the agent
-        app.call_from_thread(say, app, sentence, well)
+    def told(sentence: str, well: bool) -> None:
+        """Called by the thread that asked the agent; the screen may have been left meanwhile."""
+        if app.is_running:
+            app.call_from_thread(say, app, sentence, well)
 
     def answered(yes: bool | None) -> None:
         if yes:

@@ -8,7 +8,6 @@ from typing import ClassVar
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
-from textual.widget import Widget
 
 from weightcache.tui.facts import Fact, listing
 from weightcache.tui.state import State
@@ -22,6 +21,8 @@ class View(Screen[None]):
     def __init__(self, state: State) -> None:
         super().__init__()
         self.state = state
+        self.complete = False
+        """Whether all widgets are there."""
 
     def compose(self) -> ComposeResult:
         """Header, body, keys."""
@@ -50,18 +51,19 @@ class View(Screen[None]):
 
     def on_mount(self) -> None:
         """Show what there is."""
+        self.complete = True
         self.show()
 
     def on_screen_resume(self) -> None:
         """Show what is new since another screen covered this one."""
-        if self.is_mounted:
+        if self.complete:
             self.show()
 
 
 class ReadingView(View):
     """A screen of text that Esc leaves."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "app.pop_screen", "back")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "app.pop_screen", "back", key_display="esc")]
 
     def body(self) -> ComposeResult:
         """The text, between header and keys."""
@@ -70,7 +72,3 @@ class ReadingView(View):
     def text(self, facts: list[Fact]) -> None:
         """Show facts as the text."""
         self.query_one(Reader).show(lambda width: listing(facts, width))
-
-    def reader(self) -> Widget:
-        """Where the text is."""
-        return self.query_one(Reader)

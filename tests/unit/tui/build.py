@@ -291,12 +291,35 @@ def mixed() -> Snapshot:
         view(lost),
         down(status(8, "stopped", sets=()), ago=3700),
         down(status(9, "unknown", model="", sets=(), gpu_uuid="", version="", pid=0), ago=0),
-        dataclasses.replace(
-            view(status(10, "unknown", sets=()), agent="closed", heard_at=0.0),
-            reason=ErrorInfo("permission", "the socket /run/weightcache/10.status.sock is not for this user"),
-        ),
+        view(status(10, "unknown", sets=()), agent="closed", heard_at=0.0, reason=closed),
     )
 
 
 def empty() -> Snapshot:
     return snapshot(problem="NVML: the driver library is missing", driver="", engines=(), events=())
+
+
+def degraded() -> Snapshot:
+    error = ErrorInfo("damaged", "set 6ee3da0a074c: arena 3 does not match its digest; wcache evict && wcache load")
+    sick = weight_set(suspect="engine 41700 ended by signal 11 soon after it attached", leases=())
+    happened = (*EVENTS, event(6, "verification-failed", error.message, level="error", ago=30))
+    return snapshot(view(status(0, "degraded", sets=(sick,), error=error)), engines=(), events=happened)
+
+
+def agent_down() -> Snapshot:
+    return snapshot(down(), engines=())
+
+
+def stale() -> Snapshot:
+    return snapshot(view(heard_at=NOW - 14))
+
+
+def drained() -> Snapshot:
+    free = device(0, (), used=600_000_000, free=150_154_820_096)
+    return snapshot(view(status(0, "drained")), devices=(free,), engines=())
+
+
+def parked() -> Snapshot:
+    """Weights that no process owns."""
+    used = device(0, (), used=17_000_000_000, free=133_754_820_096)
+    return snapshot(view(status(0, sets=(weight_set(leases=()),))), devices=(used,), engines=())
