@@ -65,7 +65,8 @@ class PolicyConfig:
     """[policy]: what clients may do, and what happens to weights that may be damaged.
 
     ``publishers`` are user names that may donate, besides root and the agent's. ``verify_adopted`` says when sets that
-    outlived an agent are checked, ``damaged`` whether a damaged set is replaced or held back.
+    outlived an agent are checked, ``damaged`` whether a damaged set is replaced or held back, ``unproven`` whether a
+    load is refused or checked on the spot when no run has proven its methods.
     """
 
     clients_may_evict_unleased: bool = False
@@ -73,6 +74,7 @@ class PolicyConfig:
     publishers: tuple[str, ...] = ()
     verify_adopted: Literal["background", "before-ready"] = "background"
     damaged: Literal["reload", "hold"] = "reload"
+    unproven: Literal["refuse", "check"] = "refuse"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ class Directive:
     ``on_mismatch``: what an engine does when it cannot attach. ``from_disk``: not empty when the launcher has already
     decided against attaching, with the reason. ``explain``: stop after the decision. ``donate``: an engine may publish
     its own load to an empty agent. ``group`` names this launch. ``inventory`` is a directory that an engine writes the
-    inventory of its loaded models to (weightcache.parity). ``unproven``: methods without evidence may be published.
+    inventory of its loaded models to (weightcache.parity). ``unproven`` says whether a loader refuses methods without
+    evidence, checks what it loaded (weightcache.engine.selfcheck) or allows them (for a comparison that follows).
     """
 
     purpose: Literal["engine", "loader"]
@@ -49,7 +50,7 @@ class Directive:
     report: str = ""
     arena_bytes: int = 0
     inventory: str = ""
-    unproven: bool = False
+    unproven: Literal["refuse", "check", "allow"] = "refuse"
 
     def environment(self) -> dict[str, str]:
         """The variables that carry this directive."""

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from weightcache import checkpoint
-from weightcache.engine import adapter, gate, state
+from weightcache.engine import adapter, gate, selfcheck, state
 from weightcache.engine.directive import Directive
-from weightcache.errors import ExportRefused, WeightcacheError
+from weightcache.errors import ExportRefused, UnsupportedMethod, WeightcacheError
 from weightcache.fingerprint import Fingerprint
-from weightcache.loader.produce import Loading, Produced, produce
+from weightcache.loader.produce import Check, Loading, Produced, produce
 from weightcache.loader.publication import Publication
 from weightcache.loader.walk import Walk, walk
 from weightcache.memory import Memory, WritableRegion
@@ -96,7 +96,7 @@ def donate(
         return Donation(load(), None, error)
     observed = load_observed(load, inner, fingerprint, publication)
     try:
-        gate.check(observed.model, fingerprint.device_capability, directive.unproven)
+        gate.check(observed.model, fingerprint.device_capability)
         produced = produce(
             observed.model,
             observed.built,
@@ -132,10 +132,14 @@ def load_for_agent(
     device: torch.device,
     publication: Publication,
     directive: Directive,
+    build: Callable[[], nn.Module],
 ) -> nn.Module:
-    """Load and publish one set of a loader's launch; the commit follows when all its models are loaded."""
+    """Load and publish one set of a loader's launch; the commit follows when all its models are loaded.
+
+    ``build`` constructs the model on ``meta``, for the check of methods without evidence.
+    """
     observed = load_observed(load, inner, fingerprint, publication)
-    gate.check(observed.model, fingerprint.device_capability, directive.unproven)
+    check = _check(observed.model, fingerprint, directive, build)
     produced = produce(
         observed.model,
         observed.built,
@@ -146,9 +150,26 @@ def load_for_agent(
         arena_bytes=directive.arena_bytes,
         keep_private=False,
         known=state.process.exported,
+        check=check,
     )
     state.process.keep.append(produced.region)
     if fingerprint.role == "target":
         state.process.exported = produced.known
     logger.info("weightcache: published set %s: %s", produced.set_id, dict(produced.milliseconds))
     return observed.model
+
+
+def _check(
+    model: nn.Module, fingerprint: Fingerprint, directive: Directive, build: Callable[[], nn.Module]
+) -> Check | None:
+    """Raise UnsupportedMethod, or return the check that a method without evidence needs."""
+    try:
+        gate.check(model, fingerprint.device_capability)
+    except UnsupportedMethod as error:
+        if directive.unproven == "allow":
+            return None
+        if directive.unproven == "refuse" or state.process.exported is not None:
+            raise  # a draft refers to its target's objects, which a second tree would not have
+        logger.info("weightcache: %s; checking what was loaded", error)
+        return selfcheck.prepare(model, build)
+    return None

@@ -49,6 +49,7 @@ class PublishingLoader:
                 device,
                 publication,
                 self.directive,
+                build=lambda: adapter.build_on_meta(model_config, self.inner.load_config),
             )
         except WeightcacheError as error:
             publication.abort(error)

@@ -11,13 +11,11 @@ from weightcache.engine import evidence, methods
 from weightcache.errors import UnsupportedMethod
 
 
-def check(model: nn.Module, capability: str, unproven: bool = False) -> None:
-    """Raise UnsupportedMethod, naming the method and the first layer that uses it; ``unproven`` lets all pass.
+def check(model: nn.Module, capability: str) -> None:
+    """Raise UnsupportedMethod, naming the first method without evidence and the first layer that uses it.
 
     ``capability`` is the device's compute capability, empty for a CPU. Raises ConfigError for broken evidence.
     """
-    if unproven:
-        return
     known = evidence.all_known()
     passed: set[str] = set()
     for path, signature in methods.signatures(model):
@@ -27,7 +25,7 @@ def check(model: nn.Module, capability: str, unproven: bool = False) -> None:
             name = signature.partition("(")[0]
             where = f"compute capability {capability}" if capability else "CPUs"
             raise UnsupportedMethod(
-                f"layer {path} uses {name}, which is not proven for sharing on {where}: `wcache parity` compares this "
-                "model with a disk load, and with --record allows it"
+                f"layer {path} uses {name}, which is not proven for sharing on {where}: `wcache parity --record` "
+                'compares this model with a disk load and allows it, [policy] unproven = "check" checks every load'
             )
         passed.add(signature)

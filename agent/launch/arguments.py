@@ -18,7 +18,7 @@ MODE_SHORTEST = "--weight-cache-m"
 """argparse accepts abbreviations: this is the shortest one that SGLang itself takes for MODE."""
 
 VALUES = ("--wcache-on-mismatch", "--wcache-wait", "--wcache-runtime-dir", "--wcache-config", "--wcache-python")
-FLAGS = ("--wcache-explain", "--wcache-help")
+FLAGS = ("--wcache-explain", "--wcache-unproven", "--wcache-help")
 OWN = (*VALUES, *FLAGS)
 
 Mode = Literal["daemon", "client", "off"]
@@ -38,6 +38,7 @@ class Options:
     runtime_dir: Path | None = None
     config: Path | None = None
     python: str = ""
+    unproven: bool = False
     help: bool = False
     sglang: tuple[str, ...] = ()
 
@@ -80,6 +81,11 @@ def split(argv: Sequence[str]) -> Options:
         raise UsageError(
             f"--wcache-on-mismatch {options.on_mismatch} does not go with {MODE} daemon, where a mismatch is an error"
         )
+    if options.unproven and options.mode != "daemon":
+        raise UsageError(
+            f"--wcache-unproven goes with {MODE} daemon; for agents that run already, set policy.unproven in their "
+            "configuration and restart them"
+        )
     return options
 
 
@@ -100,10 +106,10 @@ def _mode(options: Options, value: str) -> Options:
 
 
 def _own(options: Options, name: str, value: str, given: bool) -> Options:
-    if name == "--wcache-help":
+    if name in ("--wcache-help", "--wcache-unproven"):
         if given:
-            raise UsageError("--wcache-help takes no value")
-        return replace(options, help=True)
+            raise UsageError(f"{name} takes no value")
+        return replace(options, help=True) if name == "--wcache-help" else replace(options, unproven=True)
     if name == "--wcache-explain":
         if given and value != "full":
             raise UsageError(f"--wcache-explain or --wcache-explain=full, not {value!r}")

@@ -111,7 +111,7 @@ def _start(
                 f"ends with: {detached.last_lines(where)}"
             )
     arguments = daemon_config.model_arguments(options.sglang)
-    _run(ranks, daemon_config.write(home, daemon_config.render(python, arguments, backend, wanted)))
+    _run(ranks, daemon_config.write(home, daemon_config.render(python, arguments, backend, wanted, options.unproven)))
     found = sockets.discover(home, config, given.text("device")).only(wanted)
     if not found.agents:
         raise found.missing()

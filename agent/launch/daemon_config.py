@@ -33,8 +33,10 @@ def model_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-def render(python: str, arguments: Sequence[str], backend: str, ranks: Sequence[RankConfig]) -> str:
-    """The file's text."""
+def render(
+    python: str, arguments: Sequence[str], backend: str, ranks: Sequence[RankConfig], unproven: bool = False
+) -> str:
+    """The file's text. ``unproven``: methods without evidence are checked in every load instead of refused."""
     lines = [
         "# Written by wcache-launch --weight-cache-mode daemon for the launch that started these agents.",
         "[loader]",
@@ -44,6 +46,7 @@ def render(python: str, arguments: Sequence[str], backend: str, ranks: Sequence[
         "[memory]",
         f"backend = {_text(backend)}",
     ]
+    lines += ["[policy]", 'unproven = "check"'] if unproven else []
     for entry in ranks:
         lines += ["[[rank]]", f"rank = {entry.rank}"]
         lines += [f"gpu = {_text(entry.gpu)}"] if entry.gpu else []

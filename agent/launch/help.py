@@ -20,6 +20,8 @@ as its supervisor: signals and the exit status are passed through, one line a ra
   --wcache-wait SECONDS         how long to wait for a load that is under way (client: 0, daemon: 3600)
   --wcache-explain              print what would happen and start nothing: exit 0 fine, 1 not, 69 no agent
   --wcache-explain=full         start the engine up to its decision and print every differing field
+  --wcache-unproven             daemon mode: hold the model although no run has proven its methods; what an engine would
+                                get is compared with what was loaded, bit by bit, in every load
   --wcache-runtime-dir DIR      where the agents' sockets are (else $WEIGHTCACHE_RUNTIME_DIR, else the configuration's,
                                 else /run/weightcache, else below $XDG_RUNTIME_DIR)
   --wcache-config FILE          the configuration (else /etc/weightcache/weightcache.toml where it exists)

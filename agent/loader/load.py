@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", default="0", help="the ranks of this host that publish, such as 0,1")
     parser.add_argument("--group", default="", help="name of this launch")
     parser.add_argument("--arena-bytes", type=int, default=0)
+    parser.add_argument("--unproven", choices=("refuse", "check"), default="refuse", help="methods without evidence")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="SGLang's arguments")
 
 
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         sockets=sockets,
         group=args.group,
         arena_bytes=args.arena_bytes,
-        unproven=os.environ.get(UNPROVEN_VARIABLE) == "1",
+        unproven="allow" if os.environ.get(UNPROVEN_VARIABLE) == "allow" else args.unproven,
     )
     try:
         _check_device(args.backend)

@@ -20,6 +20,9 @@ from weightcache.memory import Memory, WritableRegion, arena_sizes
 from weightcache.memory.digest import digest
 from weightcache.protocol import ArenaInfo, SetInfo
 
+Check = Callable[[Manifest, torch.Tensor], None]
+"""Raises for a packed range (uint8) that is not what the manifest promises."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:
@@ -53,11 +56,13 @@ def produce(
     arena_bytes: int,
     keep_private: bool,
     known: Known | None = None,
+    check: Check | None = None,
     on_frozen: Callable[[WritableRegion], None] = lambda region: None,
 ) -> Produced:
     """Publish ``model``; its tensors live in the arenas afterwards (private ones too, unless ``keep_private``).
 
-    ``on_frozen`` is called when they become read-only, whether the publication succeeds afterwards or not.
+    ``check`` looks at what was packed before anything is published. ``on_frozen`` is called when the tensors become
+    read-only, whether the publication succeeds afterwards or not.
 
     Raises ExportRefused, NoRoom, AgentUnavailable and what the agent answers. The caller has passed the gate.
     """
@@ -65,6 +70,8 @@ def produce(
     exported = export(model, built, device, known)
     marks.append(time.perf_counter())
     region, arenas = _packed(exported, memory, publication, arena_bytes, keep_private)
+    if check is not None:
+        check(exported.manifest, region.bytes_at(0, exported.manifest.bytes))
     marks.append(time.perf_counter())
     infos = _digests(region, arenas, exported.manifest.bytes)
     marks.append(time.perf_counter())

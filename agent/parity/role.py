@@ -147,7 +147,7 @@ class _Comparison:
     @contextlib.contextmanager
     def agent(self) -> Iterator[None]:
         """An agent that has loaded the model; methods without evidence included."""
-        os.environ[UNPROVEN_VARIABLE] = "1"
+        os.environ[UNPROVEN_VARIABLE] = "allow"
         config = daemon_config.write(
             self.sockets,
             daemon_config.render(

@@ -81,6 +81,7 @@ async def _run(agent: Agent, production: Production, previous: set[asyncio.Task[
         *("--ranks", str(settings.rank)),
         *("--group", production.group),
         *("--arena-bytes", str(memory.arena_bytes)),
+        *(("--unproven", "check") if settings.config.policy.unproven == "check" else ()),
         *("--", *arguments),
     ]
     try:

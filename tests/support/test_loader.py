@@ -269,6 +269,7 @@ def main() -> int:
     loading.add_argument("--ranks", required=True)
     loading.add_argument("--group", required=True)
     loading.add_argument("--arena-bytes", type=int, required=True)
+    loading.add_argument("--unproven", default="refuse")
     loading.add_argument("arguments", nargs="*")
     loading.set_defaults(run=load)
     checking = roles.add_parser("check")

@@ -73,6 +73,8 @@ def test_the_mode_is_consumed_behind_the_separator_too():
         (["--wcache-config="], "empty value"),
         (["--", "--wcache-explain"], "put it before the --"),
         (["--weight-cache-mode", "daemon", "--wcache-on-mismatch", "fallback"], "does not go with"),
+        (["--wcache-unproven=yes"], "--wcache-unproven takes no value"),
+        (["--wcache-unproven", "--model-path", "m"], "goes with --weight-cache-mode daemon; .* policy.unproven"),
     ],
 )
 def test_nonsense_is_a_usage_error(argv, words):

@@ -120,8 +120,11 @@ def test_the_written_file_survives_odd_arguments(tmp_path):
     assert data["model"]["arguments"] == ["--model-path", "m", *odd]
     assert data["loader"]["command"] == ["/py thon", "-m", "weightcache.loader"]
     assert data["rank"] == [{"rank": 3, "gpu": "GPU-a"}]
+    assert "policy" not in data
     with pytest.raises(UsageError):
         daemon_config.render("p", ["\udcff"], "host", [])
+    unproven = config.parse(daemon_config.render("p", ["--model-path", "m"], "host", [], True), tmp_path / "c")
+    assert unproven.policy.unproven == "check"
     written = daemon_config.write(tmp_path, text)
     assert written.read_text() == text
     assert [p.name for p in tmp_path.iterdir()] == ["weightcache.toml"]

@@ -277,3 +277,20 @@ def exercise(agent: Agent) -> None:
         os.kill(agent.reached("loading"), signal.SIGKILL)
         with pytest.raises(WeightcacheError):
             harness.outcome(conversation)
+
+
+@pytest.mark.parametrize(("policy", "told"), [({}, []), ({"unproven": "check"}, ["--unproven", "check"])])
+def test_the_loader_is_told_what_to_do_with_unproven_methods(
+    agent: Agent, policy: dict[str, str], told: list[str]
+) -> None:
+    seen = agent.folder / "seen"
+    record = (
+        f"import os, sys; open({str(seen)!r}, 'w').write(repr(sys.argv)); os.execv({harness.PYTHON!r}, sys.argv[1:])"
+    )
+    command = [harness.PYTHON, "-c", record, harness.PYTHON, str(harness.LOADER)]
+    agent.configure(loader={"command": command}, policy=policy)
+    agent.start("--load")
+    agent.await_state("ready")
+    arguments = seen.read_text()
+    assert ("--unproven" in arguments) is bool(told)
+    assert repr(told)[1:-1] in arguments
