@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 ROOMY = 36
 """Lines from which on blank ones between the parts are affordable."""
 
+IMPORTANCE = ("memory", "ranks", "sets", "engines", "events")
+"""Of the parts, where there are too few lines: the sentences that say what is wrong come first."""
+
 
 class Overview(View):
     """Everything hangs on the rank that is selected in the first table."""
@@ -133,7 +136,7 @@ class Overview(View):
         roomy = self.size.height >= ROOMY
         self.set_class(roomy, "roomy")
         room = max(self.size.height - fixed - 4 * roomy, 0)
-        wants = {name: part.wanted(self.size.width) for name, part in self._parts.items()}
+        wants = {name: self._parts[name].wanted(self.size.width) for name in IMPORTANCE}
         for name, height in share(room, wants, str(self._focused.id)).items():
             part = self._parts[name]
             part.display = height > 0

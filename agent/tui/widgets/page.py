@@ -42,12 +42,10 @@ class Page(ScrollView, can_focus=False):
         self._rebuild()
 
     def _rebuild(self) -> None:
-        if not self.size.width:
-            return
-        before = self._lines
-        self._lines = list(self._build(self.size.width))
+        before, width = self._lines, self.size.width or self.app.size.width  # a good guess before the first layout
+        self._lines = list(self._build(width))
         if len(before) != len(self._lines):
-            self.virtual_size = Size(self.size.width, len(self._lines))
+            self.virtual_size = Size(width, len(self._lines))
             self.refresh(layout=True)
             return
         for i, pair in enumerate(zip(before, self._lines, strict=True)):

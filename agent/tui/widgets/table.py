@@ -130,6 +130,7 @@ class Table(ScrollView, can_focus=True):
 
     def _arrange(self) -> None:
         before, old, selected = self._rows, self._layout, self.key
+        width = self.size.width or self.app.size.width  # a good guess before the first layout
         rows = [row for row in self._all if not self.needle or row.matches(self.needle)]
         if (column := self._sorted) is not None:
             rows.sort(key=lambda row: _order(row.cells[column]))
@@ -140,18 +141,25 @@ class Table(ScrollView, can_focus=True):
         if at is None or (self._pinned and self._cursor == 0):
             at = min(self._cursor, max(len(rows) - 1, 0))
         moved_from, self._cursor = self._cursor, at
-        self._layout = lay_out(self._columns, [row.cells for row in rows], self.size.width, self._sorted)
-        self.virtual_size = Size(self.size.width, self.wanted(self.size.width))
+        self._layout = lay_out(self._columns, [row.cells for row in rows], width, self._sorted)
+        self.virtual_size = Size(width, self.wanted(width))
         if at != moved_from:
             self._reveal()
         if self._layout != old or len(rows) != len(before):
             self.refresh()
         else:
-            changed = [i for i, pair in enumerate(zip(before, rows, strict=True)) if pair[0] != pair[1]]
+            changed = [i for i, pair in enumerate(zip(before, rows, strict=True)) if self._differ(*pair)]
             for i in {*changed, at, moved_from} if at != moved_from else changed:
                 self._refresh_row(i)
         if self.key != selected:
             self.post_message(self.Moved(self))
+
+    def _differ(self, before: Row, now: Row) -> bool:
+        """Whether two rows look different, as far as they are shown."""
+        if before is now:
+            return False
+        shown = self._layout.columns
+        return before.dim != now.dim or any(before.cells[i][:2] != now.cells[i][:2] for i in shown)
 
     def _refresh_row(self, index: int) -> None:
         y = 1 + index - self.scroll_offset.y

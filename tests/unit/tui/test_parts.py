@@ -64,7 +64,7 @@ def test_shares_fill_the_bar(amounts: list[int], cells: int) -> None:
     st.sampled_from(["ranks", "sets", "engines", "events"]),
 )
 def test_heights_fit(wants: list[int], room: int, focused: str) -> None:
-    names = ("ranks", "memory", "sets", "engines", "events")
+    names = ("memory", "ranks", "sets", "engines", "events")
     given_ = share(room, dict(zip(names, wants, strict=True)), focused)
     assert sum(given_.values()) == room or not any(given_.values())
     assert room < 2 or given_[focused] > 0

@@ -34,25 +34,26 @@ async def test_states(name: str, size: str) -> None:
         top.golden(f"{name}-{size}")
 
 
+PAGES = {
+    "set": ["tab", "enter"],
+    "engine": ["tab", "tab", "enter"],
+    "rank": ["enter"],
+    "event": ["tab", "tab", "tab", "enter"],
+    "help": ["question_mark"],
+    "choose": ["c"],
+    "compare": ["c", "down", "down", "enter"],
+    "confirm": ["e"],
+    "filter": ["slash", *"gpu-3"],
+}
+
+
 @pytest.mark.asyncio
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
-    ("name", "keys"),
-    [
-        ("set", ["tab", "enter"]),
-        ("engine", ["tab", "tab", "enter"]),
-        ("rank", ["enter"]),
-        ("event", ["tab", "tab", "tab", "enter"]),
-        ("help", ["question_mark"]),
-        ("choose", ["c"]),
-        ("compare", ["c", "down", "down", "enter"]),
-        ("confirm", ["e"]),
-        ("filter", ["slash", "g", "p", "u", "-", "3"]),
-    ],
+    ("name", "size"), [*((name, "80x24") for name in PAGES), *((name, "160x50") for name in ("set", "compare", "help"))]
 )
-async def test_pages(name: str, keys: list[str], size: str) -> None:
+async def test_pages(name: str, size: str) -> None:
     async with shown(build.fleet(), SIZES[size], readonly=False) as top:
-        await top.press(*keys)
+        await top.press(*PAGES[name])
         top.golden(f"page-{name}-{size}")
 
 
