@@ -59,7 +59,8 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_DISPLAY = "ctrl+p"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,ctrl+c", "quit", "quit", key_display="q"),
+        Binding("q", "quit", "quit"),
+        Binding("ctrl+c", "quit", "quit", show=False, priority=True),
         Binding("question_mark", "help", "help", key_display="?", tooltip="this page"),
         Binding("space", "pause", "pause", tooltip="stop and go on; the age of the data keeps counting"),
         Binding("plus,equals_sign", "pace(1)", "longer interval", show=False, key_display="+"),

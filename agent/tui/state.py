@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from weightcache.monitor.site import Site
     from weightcache.monitor.snapshot import Snapshot
     from weightcache.monitor.view import RankView
-    from weightcache.protocol import SetStatus
 
 STEPS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 """Intervals in seconds that + and - choose from."""
@@ -38,11 +37,6 @@ class State:
     def view(self, rank: int | None) -> RankView | None:
         """What is known of a rank."""
         return next((view for view in self.snapshot.ranks if view.status.rank == rank), None)
-
-    def find_set(self, rank: int, set_id: str) -> SetStatus | None:
-        """A resident set."""
-        view = self.view(rank)
-        return next((entry for entry in view.status.sets if entry.id == set_id), None) if view else None
 
     def step(self, by: int) -> float:
         """The next interval of STEPS above (1) or below (-1) the present one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from textual.events import MouseScrollDown
 
 from tests.unit.tui import build
 from tests.unit.tui.shown import shown
@@ -15,9 +16,10 @@ from weightcache.tui.screens.overview import Overview
 pytestmark = pytest.mark.asyncio
 
 
-async def test_q_quits() -> None:
-    async with shown(build.ready()) as top:
-        await top.press("q")
+@pytest.mark.parametrize("keys", [["q"], ["ctrl+c"], ["slash", "ctrl+c"], ["c", "ctrl+c"], ["enter", "q"]])
+async def test_leaving(keys: list[str]) -> None:
+    async with shown(build.fleet()) as top:
+        await top.press(*keys)
         assert top.app.return_code == 0
         assert not top.app.is_running
 
@@ -150,6 +152,18 @@ async def test_mouse_selects_and_opens() -> None:
         await top.pilot.click("#keys", offset=(9, 0))
         await top.pilot.pause()
         assert isinstance(top.app.screen, Help)
+
+
+async def test_the_wheel_scrolls_and_the_heading_says_so() -> None:
+    async with shown(build.fleet(), (100, 30)) as top:
+        events = top.app.screen.query_one("#events")
+        await top.pilot._post_mouse_events([MouseScrollDown], "#events", offset=(5, 1))
+        await top.pilot.pause()
+        assert events.scroll_offset.y > 0
+        assert f"({events.scroll_offset.y + 1}-" in top.line("EVENT")
+        first = events.scroll_offset
+        await top.next(build.fleet())
+        assert events.scroll_offset == first
 
 
 async def test_pause_keeps_the_data_and_counts_its_age() -> None:
