@@ -156,6 +156,16 @@ def mla() -> Family:
         "scoring_func": "softmax",
         "norm_topk_prob": False,
         "routed_scaling_factor": 1.0,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
     }
     sizes: Sizes = {}
     for index in range(2):

@@ -116,7 +116,7 @@ KINDS: dict[str, Kind] = {
         options=("--moe-runner-backend", "triton_kernel"),
         needs=("triton_kernels",),
     ),
-    "modelopt-fp8": Kind("ModelOpt's own configuration", families.dense, formats.modelopt_fp8, capability="8.9"),
+    "modelopt-fp8": Kind("ModelOpt's own configuration", families.llama, formats.modelopt_fp8, capability="8.9"),
     "fp8-kv": Kind(
         "calibrated scales of the KV cache",
         families.llama,
