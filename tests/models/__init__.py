@@ -1,6 +1,6 @@
 """The models that tests and the demo run, each made once per machine beside the environments.
 
-``python -m tests.models smollm2`` (or ``tiny``) makes one if needed and prints its folder.
+``python -m tests.models smollm2`` (or ``tiny``, ``kind NAME``) makes one if needed and prints its folder.
 """
 
 from __future__ import annotations
@@ -27,12 +27,20 @@ def tiny(family: str = "qwen3", *options: str) -> Path:
     return _once(name, "make_tiny.py", ("--family", family, *options))
 
 
+def kind(name: str) -> Path:
+    """The checkpoint of one kind of tests/models/kinds.py."""
+    return _once(f"kind-{name}", "make_kind.py", (name,))
+
+
 def _once(name: str, maker: str, options: Sequence[str]) -> Path:
     """The folder of a model, made first if it is missing or if what makes it has changed."""
     script = Path(__file__).with_name(maker)
     target = folder() / "models" / name
     stamp = target / ".stamp"
-    key = hashlib.sha256("\0".join([script.read_text(), *options]).encode()).hexdigest()
+    # What makes a kind is in several files: any change here makes all anew, which takes a second each.
+    sources = sorted(script.parent.glob("*.py")) if maker == "make_kind.py" else [script]
+    texts = [source.read_text() for source in sources]
+    key = hashlib.sha256("\0".join([*texts, *options]).encode()).hexdigest()
     with _locked(target.with_name(f".{name}.lock")):
         if not stamp.is_file() or stamp.read_text() != key:
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}.") as work:
@@ -42,7 +50,7 @@ def _once(name: str, maker: str, options: Sequence[str]) -> Path:
                 made = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
                 if made.returncode != 0:
                     raise RuntimeError(f"{maker} failed:\n{made.stderr[-2000:]}")
-                for file in fresh.iterdir():
+                for file in filter(Path.is_file, fresh.rglob("*")):
                     file.chmod(0o644)  # safetensors writes 0600; an engine may run as another user
                 (fresh / ".stamp").write_text(key)
                 if target.exists():

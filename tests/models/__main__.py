@@ -1,10 +1,10 @@
-"""``python -m tests.models smollm2`` or ``python -m tests.models tiny [FAMILY [OPTION...]]``: prints the folder."""
+"""``python -m tests.models smollm2``, ``... tiny [FAMILY [OPTION...]]`` or ``... kind NAME``: prints the folder."""
 
 import sys
 
 from tests import models
 
-MAKERS = {"smollm2": models.smollm2, "tiny": models.tiny}
+MAKERS = {"smollm2": models.smollm2, "tiny": models.tiny, "kind": models.kind}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in MAKERS:

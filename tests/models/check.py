@@ -1,8 +1,9 @@
 """Does SGLang's CUDA code take the checkpoints of tests/models/kinds.py? check DIRECTORY [KIND...]
 
-DIRECTORY holds a checkpoint for each kind, by name. Each model is built on ``meta`` with the classes that an H200 would
-get (tests/models/pretend.py), and every tensor of its file goes through ``load_weights``, which checks names and shapes.
-Prints one JSON object a line: how many layers use which method, tensors that nothing took, parameters that nothing filled.
+DIRECTORY holds a checkpoint for each kind, by name. Each model is built on ``meta`` with the classes that an H200
+would get (tests/models/pretend.py), and every tensor of its file goes through ``load_weights``, which checks names and
+shapes. Prints one JSON object a line: how many layers use which method, tensors that nothing took, parameters that
+nothing filled.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def build(model: Path, options: Sequence[str]) -> nn.Module:
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import prepare_server_args
+
     from weightcache.engine import adapter
 
     with Elsewhere("cpu"):

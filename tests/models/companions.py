@@ -11,9 +11,12 @@ from safetensors.torch import save_file
 from tests.models.checkpoint import write_tokenizer
 from tests.models.draw import draw
 from tests.models.families import COMMON, HIDDEN, VOCAB, Family, Sizes, attention, gated, llama
-from tests.models.families_more import VISION_TOKENS
+from tests.models.families_vision import VISION_TOKENS
 
 Companion = Callable[[Path], None]
+
+ADAPTED = ("q_proj", "v_proj", "o_proj", "down_proj")
+"""The projections that the adapter changes."""
 
 
 def save(out: Path, family: Family) -> None:
@@ -36,7 +39,7 @@ def adapter(out: Path) -> None:
         "lora_alpha": 2 * rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
+        "target_modules": list(ADAPTED),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
     sizes: Sizes = {}
@@ -44,7 +47,7 @@ def adapter(out: Path) -> None:
         layer = f"model.layers.{index}"
         for name, (outputs, inputs) in {**attention(f"{layer}.self_attn"), **gated(f"{layer}.mlp")}.items():
             target = name.removesuffix(".weight")
-            if target.rpartition(".")[2] in config["target_modules"]:
+            if target.rpartition(".")[2] in ADAPTED:
                 place = f"base_model.model.{target}"
                 sizes |= {f"{place}.lora_A.weight": (rank, inputs), f"{place}.lora_B.weight": (outputs, rank)}
     save_file(draw(sizes), folder / "adapter_model.safetensors", metadata={"format": "pt"})

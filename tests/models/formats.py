@@ -1,4 +1,4 @@
-"""Quantized checkpoint formats: the tensors of a bfloat16 model, as each quantizer writes them, and its configuration."""
+"""Quantized checkpoint formats: a bfloat16 model's tensors as each quantizer writes them, and its configuration."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from tests.models import companions, compressed, families, families_more, formats, mxfp4
+from tests.models import companions, compressed, families, families_more, families_vision, formats, mxfp4
 from tests.models.checkpoint import write_tokenizer
 from tests.models.companions import Companion
 from tests.models.draw import draw
@@ -59,7 +59,7 @@ class Kind:
         (out / "config.json").write_text(json.dumps(config, indent=2))
         ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         (out / "generation_config.json").write_text(json.dumps(ends))
-        write_tokenizer(out, VOCAB - len(families_more.VISION_TOKENS))
+        write_tokenizer(out, VOCAB - len(families_vision.VISION_TOKENS))
         if self.companion is not None:
             self.companion(out)
 
@@ -72,6 +72,8 @@ def _speculative(algorithm: str) -> tuple[str, ...]:
 
 
 _LORA = ("--enable-lora", "--lora-paths", "adapter={model}/adapter", "--max-loras-per-batch", "1")
+_STATES = ("--max-mamba-cache-size", "16")
+_PICTURES = ("--mm-attention-backend", "sdpa")
 _W8A8_INT8 = ("--quantization", "w8a8_int8")
 
 KINDS: dict[str, Kind] = {
@@ -94,9 +96,7 @@ KINDS: dict[str, Kind] = {
     "fp8-static-moe": Kind(
         "experts quantized again to one scale", families.moe, lambda: formats.fp8_tensor("static"), capability="8.9"
     ),
-    "fp8-online": Kind(
-        "quantized while loading", families.dense, options=("--quantization", "fp8"), capability="8.9"
-    ),
+    "fp8-online": Kind("quantized while loading", families.dense, options=("--quantization", "fp8"), capability="8.9"),
     "w8a8-int8": Kind("transposed int8 weights", families.dense, compressed.w8a8_int8, options=_W8A8_INT8),
     "ct-fp8-tensor": Kind(
         "compressed-tensors, one scale a weight", families.dense, compressed.w8a8_fp8_tensor, capability="8.9"
@@ -124,9 +124,11 @@ KINDS: dict[str, Kind] = {
         options=("--kv-cache-dtype", "fp8_e4m3"),
         capability="8.9",
     ),
-    "gated-delta": Kind("linear attention whose layers share tensors", families_more.gated_delta),
-    "mamba": Kind("a state-space layer beside attention", families_more.mamba),
-    "vision": Kind("a tower for pictures", families_more.vision, companion=companions.pictures),
+    "gated-delta": Kind("linear attention whose layers share tensors", families_more.gated_delta, options=_STATES),
+    "mamba": Kind("a state-space layer beside attention", families_more.mamba, options=_STATES),
+    "vision": Kind(
+        "a tower for pictures", families_vision.vision, companion=companions.pictures, options=_PICTURES, on_cpu=True
+    ),
     "lora": Kind("adapters beside shared weights", families.llama, companion=companions.adapter, options=_LORA),
     "eagle": Kind(
         "a draft with the target's embedding", families.llama, companion=companions.eagle, options=_speculative("EAGLE")

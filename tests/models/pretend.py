@@ -1,6 +1,6 @@
 """Lets SGLang import its CUDA code, and construct models for it, on a machine without a GPU.
 
-``torch.cuda`` answers as on an H200, kernel packages are there and empty, and tensors meant for the device go elsewhere.
+``torch.cuda`` answers as on an H200, kernel packages are there and empty, and tensors meant for it go elsewhere.
 Nothing can be computed this way: it shows which classes SGLang chooses there, and which names and shapes they have.
 """
 
@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 from unittest import mock
 
@@ -36,7 +36,7 @@ _H200 = types.SimpleNamespace(
 class _Empty(types.ModuleType):
     """A package in which every name is found."""
 
-    __path__: Sequence[str] = ()
+    __path__: MutableSequence[str] = []  # noqa: RUF012  as every module's
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -48,10 +48,8 @@ def int8_channel(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight.float() / scale).round().to(torch.int8), scale
 
 
-def int4_groups(
-    weight: torch.Tensor, group: int, symmetric: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Four bits, one scale and zero point for each ``group`` inputs: (codes 0..15 [out, in], scales, zeros [out, groups]).
+def int4_groups(weight: torch.Tensor, group: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Four bits, one scale and zero point for each ``group`` inputs: (codes [out, in], scales, zeros [out, groups]).
 
     A weight is ``(code - zero) * scale``; the zero is 8 when ``symmetric``.
     """
@@ -68,7 +66,7 @@ def int4_groups(
 
 
 def pack(codes: torch.Tensor, dimension: int, order: tuple[int, ...] = PLAIN_ORDER) -> torch.Tensor:
-    """Eight codes of four bits in an int32, along ``dimension``; ``order`` names the code for each four bits upwards."""
+    """Eight codes of four bits in an int32, along ``dimension``; ``order``: which code each four bits hold, upwards."""
     parts = codes.to(torch.int64).movedim(dimension, -1).unflatten(-1, (-1, len(order)))
     packed = torch.zeros(parts.shape[:-1], dtype=torch.int64)
     for position, index in enumerate(order):

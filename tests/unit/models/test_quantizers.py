@@ -55,8 +55,8 @@ def test_four_bits_round_to_half_a_step(weight: torch.Tensor, symmetric: bool) -
     assert scale.shape == zero.shape == (192, 4)
     assert 0 <= int(codes.min()) < int(codes.max()) <= 15
     parts = (codes.unflatten(1, (-1, 64)) - zero[..., None]) * scale[..., None]
-    # A zero point that was rounded cuts up to half a step off one end.
-    assert bool(((parts - weight.unflatten(1, (-1, 64))).abs() <= scale[..., None] * (0.51 if symmetric else 1.01)).all())
+    steps = 0.51 if symmetric else 1.01  # a zero point that was rounded cuts up to half a step off one end
+    assert bool(((parts - weight.unflatten(1, (-1, 64))).abs() <= scale[..., None] * steps).all())
 
 
 @pytest.mark.parametrize("order", [q.PLAIN_ORDER, q.AWQ_ORDER])
