@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from weightcache.protocol import LoadProgress
 
+_IMPOSSIBLE = 10**18
+"""Whoever says so many seconds or bytes is wrong, or wants to break something (infinity has no units)."""
+
 _COLOURS = {"green": "32", "yellow": "33", "red": "31"}
 
 
@@ -25,6 +28,8 @@ def escape(text: str) -> str:
 
 def size(count: int) -> str:
     """Bytes in GB (10^9), or in MB where GB would show nothing."""
+    if abs(count) > _IMPOSSIBLE:
+        return "an impossible size"
     gigabytes = count / 1e9
     if gigabytes >= 0.01:
         return f"{gigabytes:.1f} GB" if gigabytes >= 10 else f"{gigabytes:.2f} GB"
@@ -33,6 +38,8 @@ def size(count: int) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as the one or two largest units."""
+    if not seconds < _IMPOSSIBLE:
+        return "an impossible time"
     if seconds < 10:
         return f"{max(seconds, 0):.1f} s"
     if seconds < 120:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.monitor import made
@@ -60,6 +60,7 @@ def test_more_than_there_is_is_cut() -> None:
     assert own == Ownership(100 * GB, 60 * GB, 0, 0, 40 * GB)
 
 
+@settings(deadline=None)
 @given(*[st.integers(0, 2**50)] * 3, st.lists(st.tuples(st.integers(1, 4), st.none() | st.integers(0, 2**50))))
 def test_the_parts_add_up(total: int, used: int, size: int, processes: list[tuple[int, int | None]]) -> None:
     device = made.device(total=total, used=used, free=0, processes=tuple(DeviceProcess(p, "", b) for p, b in processes))

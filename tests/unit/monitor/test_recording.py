@@ -41,7 +41,9 @@ def lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(strategies.values(Snapshot), min_size=1, max_size=3))
 def test_any_snapshot_comes_back(tmp_path: Path, snapshots: list[Snapshot]) -> None:
     path = tmp_path / "recording"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 
-from hypothesis import HealthCheck, given, settings
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.unit.contracts import strategies
 from tests.unit.monitor import made
 from weightcache.monitor import table, words
 from weightcache.monitor.snapshot import DeviceProcess, Snapshot
+from weightcache.text import duration, size
 
 GB = 10**9
 
@@ -111,7 +114,25 @@ def test_nothing() -> None:
     assert table.lines(made.snapshot()) == []
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("number", [10**18 + 1, 10**400, -(10**400)])
+def test_impossible_numbers(number: int) -> None:
+    assert size(number) == "an impossible size"
+    rank = made.view(made.status(sets=(made.weight_set(bytes=number, leases=(made.lease(since=-1e308),)),)))
+    shown = table.lines(made.snapshot(rank, at=1.7e308))
+    assert "for an impossible time: " in shown[3]
+
+
+def test_no_time_at_all() -> None:
+    assert [duration(seconds) for seconds in (math.inf, math.nan, -math.inf)] == ["an impossible time"] * 2 + ["0.0 s"]
+
+
+# Making a smaller example of a whole snapshot takes minutes.
+@settings(
+    max_examples=50,
+    deadline=None,
+    phases=[Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(strategies.values(Snapshot))
 def test_any_snapshot_is_printable_lines(found: Snapshot) -> None:
     for line in table.lines(found):
