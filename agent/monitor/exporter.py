@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from weightcache.errors import ConfigError
@@ -33,6 +34,9 @@ AGENT_SECONDS = 1.0
 FIRST_SECONDS = 2.0
 """How long the first answers of all agents are waited for."""
 
+SAME_SECONDS = 0.5
+"""Scrapes within this get the same text: however many there are, they cost little."""
+
 GPU_SECONDS = 60.0
 """How often it is looked which GPUs there are."""
 
@@ -46,13 +50,19 @@ class Pages:
         self._source = source
         self._find = find
         self._gpus: Mapping[str, Gpu] = {}
+        self._made: dict[str, tuple[float, Answer]] = {}
         self._looked = threading.Event()
         threading.Thread(target=self._look, name="gpus", daemon=True).start()
         self._looked.wait(FIRST_SECONDS)
 
     def metrics(self, request: Request) -> Answer:
         """All metrics, in the format that the client asks for."""
-        return Answer(200, *metrics.text(self._source.snapshot(), self._gpus, request.headers.get("accept", "")))
+        wanted = metrics.OPENMETRICS if metrics.OPENMETRICS in request.headers.get("accept", "") else ""
+        made = self._made.get(wanted)
+        if made is None or time.monotonic() - made[0] > SAME_SECONDS:
+            text = metrics.text(self._source.snapshot(), self._gpus, wanted)
+            made = self._made[wanted] = time.monotonic(), Answer(200, *text)
+        return made[1]
 
     def health(self, _: Request) -> Answer:
         """One line a rank; 503 when no agent answers."""
