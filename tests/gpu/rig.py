@@ -226,6 +226,15 @@ def wcache(agent: Agent, *arguments: str, check: bool = True, timeout: float = 4
     return subprocess.run(argv, capture_output=True, text=True, check=check, timeout=timeout, env=variables())
 
 
+def top(agent: Agent, *arguments: str) -> str:
+    """What ``wcache-top`` prints about ``agent``."""
+    code = "import sys; from weightcache.tui.main import main; sys.exit(main(sys.argv[1:]))"
+    argv = [sys.executable, "-c", code, "--config", str(agent.config), *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=variables(), check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def engine(log: Path, *options: str, directory: Path | None = None, extra: Sequence[str] = ()) -> Engine:
     """An engine through ``wcache-launch`` with ``options`` of the launcher and ``extra`` options of SGLang."""
     command = [sys.executable, "-m", "weightcache.launch", *options]

@@ -6,6 +6,7 @@ to the output, and to $WEIGHTCACHE_FIGURES as JSON. WEIGHTCACHE_RIG=host runs th
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -142,6 +143,7 @@ def test_two_engines_attach_and_survive_the_agent(
             figures.note("second engine attached: start to first token, s", also.first_token)
             assert rig.answers(second) == disk["answers"]
             assert len(agent.leases()) == 2
+            _what_an_operator_sees(agent, figures)
             _kill_agent_while_serving(agent, first, second, disk, figures)
         rig.wait_for(lambda: len(_all_leases(agent)) == 1, 10, "the second engine's lease to end")
         _refuses_updates(first, disk)
@@ -149,6 +151,25 @@ def test_two_engines_attach_and_survive_the_agent(
 
 
 @pytest.mark.skipif(rig.gpu_count() < 2, reason="needs two GPUs")
+def _what_an_operator_sees(agent: Agent, figures: Figures) -> None:
+    """wcache-top says whose the device's memory is; nothing of it is counted twice, and little belongs to nobody."""
+    seen = json.loads(rig.top(agent, "--once", "--json"))
+    uuid = "" if rig.profile().backend == "host" else rig.gpu_uuid()
+    (device,) = [device for device in seen["devices"] if device["uuid"] == uuid]
+    weights = sum(entry["bytes"] for entry in seen["ranks"][0]["sets"])
+    own = {process["pid"]: process["bytes"] for process in device["processes"]}
+    engines = [engine["pid"] for engine in seen["engines"]]
+    rest = device["used"] - weights - sum(own[pid] for pid in engines)
+    parts = {"weights": weights, **{f"engine {n}": own[pid] for n, pid in enumerate(engines, 1)}, "others": rest}
+    figures.note("wcache-top: device memory, MiB", {name: round(size / MIB) for name, size in parts.items()})
+    assert weights == agent.status()["sets"][0]["bytes"]
+    assert sorted(engines) == sorted(agent.leases())
+    if rig.profile().backend == "cuda":
+        assert all(own[pid] > 100 * MIB for pid in engines)
+        # Were the mapped arenas among an engine's own bytes, the parts would be more than what is in use.
+        assert 0 <= rest < 2048 * MIB
+
+
 def test_an_engine_finds_its_agent_by_uuid(
     agent: Agent, directory: Path, disk: dict[str, object], figures: Figures
 ) -> None:
