@@ -43,6 +43,12 @@ _FOREIGN = (
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
 """What torch itself keeps in the ``__dict__`` of every module."""
 
+LEFT_OUT = frozenset({"routed_experts_weights_of_layer"})
+"""Attributes of modules that only expert rebalancing reads, which weightcache refuses.
+
+Some models make it while they load, as a function of the whole model, which no manifest can carry.
+"""
+
 # Values without parts. Only some of them can travel (see export), but a change of any of them is seen.
 _VALUES = (
     bool, int, float, str, type(None), torch.dtype, enum.Enum, bytes, complex, range, torch.device, torch.layout,
@@ -148,7 +154,9 @@ class _Visitor:
         names = self.found.names
         names[index, manifest.PARAMETER] = tuple(module._parameters)
         names[index, manifest.BUFFER] = tuple(module._buffers)
-        names[index, manifest.ATTRIBUTE] = tuple(name for name in vars(module) if name not in MODULE_INTERNALS)
+        names[index, manifest.ATTRIBUTE] = tuple(
+            name for name in vars(module) if name not in MODULE_INTERNALS and name not in LEFT_OUT
+        )
         for name, parameter in module._parameters.items():
             self.visit(parameter, manifest.PARAMETER, (("attr", name),))
         for name, buffer in module._buffers.items():

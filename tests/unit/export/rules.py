@@ -738,6 +738,12 @@ def check_built_keeps_nothing() -> None:
     assert built.tensors
 
 
+@rule("what-only-rebalancing-reads-stays-out", replacing(walk, "LEFT_OUT", frozenset()))
+def check_left_out() -> None:
+    model = simple(nothing, put("routed_experts_weights_of_layer", lambda: Helper(w=fresh(2))))()
+    assert "routed_experts" not in repr(way.exported(model).manifest)
+
+
 # -- sets that share -------------------------------------------------------------------------------------------------
 
 
