@@ -6,7 +6,6 @@ from weightcache.tui import comparison
 from weightcache.tui.comparison import Side
 from weightcache.tui.screens.view import ReadingView
 from weightcache.tui.state import State
-from weightcache.tui.widgets.page import Reader
 
 
 class Compare(ReadingView):
@@ -22,4 +21,4 @@ class Compare(ReadingView):
         left, right = self._sides
         refused = comparison.refusals(self.state.snapshot, {left.rank, right.rank})
         marks = self.state.marks
-        self.query_one(Reader).show(lambda width: comparison.lines(left, right, refused, marks, width))
+        self.reader.show(lambda width: comparison.lines(left, right, refused, marks, width))

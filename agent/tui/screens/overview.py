@@ -65,16 +65,16 @@ class Overview(View):
         }
         self._memory = Page(id="memory")
         self._parts: dict[str, Page | Table] = {"ranks": self._tables["ranks"], "memory": self._memory, **self._tables}
+        self._field = Input(id="filter", compact=True, select_on_focus=False)
+        self._field.display = False
+        self._field.cursor_blink = False
         self._filtered: Table | None = None
         self._events: tuple[object, list[Row]] = (None, [])
 
     def body(self) -> ComposeResult:
         """Four tables and the memory panel."""
         yield from self._parts.values()
-        field = Input(id="filter", compact=True, select_on_focus=False)
-        field.display = False
-        field.cursor_blink = False
-        yield field
+        yield self._field
 
     def hidden(self) -> Collection[str]:
         """Without the right to evict and drain, their keys only say so."""
@@ -132,7 +132,7 @@ class Overview(View):
         return self._events[1]
 
     def _share_height(self) -> None:
-        fixed = self.query_one("#header", Page).wanted(self.size.width) + 1 + self.query_one("#filter").display
+        fixed = self.header.wanted(self.size.width) + 1 + self._field.display
         roomy = self.size.height >= ROOMY
         self.set_class(roomy, "roomy")
         room = max(self.size.height - fixed - 4 * roomy, 0)
@@ -153,8 +153,8 @@ class Overview(View):
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Give the table in focus the room it wants."""
-        if event.widget.id != "filter":
-            self.query_one("#filter").display = False
+        if event.widget is not self._field:
+            self._field.display = False
         self._share_height()
         self.show_keys()
 
@@ -193,7 +193,7 @@ class Overview(View):
     def action_filter(self) -> None:
         """Let the operator type what the rows of the table in focus are to contain."""
         self._filtered = self._focused
-        field = self.query_one("#filter", Input)
+        field = self._field
         field.placeholder = f"show only {self._filtered.id} that contain..."
         field.value = self._filtered.needle
         field.display = True
@@ -213,7 +213,7 @@ class Overview(View):
     def action_clear(self) -> None:
         """End the filter that is typed, or that of the table in focus, or else all."""
         table = self._filtered if isinstance(self.focused, Input) else self._focused
-        chosen = [table] if table and table.needle else list(self.query(Table))
+        chosen = [table] if table and table.needle else list(self._tables.values())
         for one in chosen:
             one.filter("")
         if table is not None:

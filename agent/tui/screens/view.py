@@ -21,14 +21,17 @@ class View(Screen[None]):
     def __init__(self, state: State) -> None:
         super().__init__()
         self.state = state
+        # Asked for by name they would be missing while the screen is taken apart.
+        self.header = Page(state.header, id="header")
+        self.keys = Keys(id="keys")
         self.complete = False
         """Whether all widgets are there."""
 
     def compose(self) -> ComposeResult:
         """Header, body, keys."""
-        yield Page(self.state.header, id="header")
+        yield self.header
         yield from self.body()
-        yield Keys(id="keys")
+        yield self.keys
 
     def body(self) -> ComposeResult:
         """The widgets of this screen."""
@@ -36,14 +39,13 @@ class View(Screen[None]):
 
     def show(self) -> None:
         """Show what is new in the state."""
-        self.query_one("#header", Page).show(self.state.header)
+        self.header.show(self.state.header)
         self.show_keys()
 
     def show_keys(self) -> None:
         """Show the keys that do something now."""
-        keys = self.query_one(Keys)
-        keys.hidden = self.hidden()
-        keys.update()
+        self.keys.hidden = self.hidden()
+        self.keys.update()
 
     def hidden(self) -> Collection[str]:
         """Actions whose keys are not worth showing."""
@@ -65,10 +67,14 @@ class ReadingView(View):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "app.pop_screen", "back", key_display="esc")]
 
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self.reader = Reader(id="text")
+
     def body(self) -> ComposeResult:
         """The text, between header and keys."""
-        yield Reader(id="text")
+        yield self.reader
 
     def text(self, facts: list[Fact]) -> None:
         """Show facts as the text."""
-        self.query_one(Reader).show(lambda width: listing(facts, width))
+        self.reader.show(lambda width: listing(facts, width))

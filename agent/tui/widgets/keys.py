@@ -21,7 +21,8 @@ class Keys(Page):
 
     def update(self) -> None:
         """Ask the screen again which keys there are."""
-        self.show(self._line)
+        if self.is_attached:  # not while the screen is taken apart
+            self.show(self._line)
 
     def _entries(self, width: int) -> list[tuple[Binding, Line]]:
         # The application's own first: quit and help must never be what does not fit.
