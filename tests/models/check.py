@@ -1,9 +1,11 @@
-"""Does SGLang's CUDA code take the checkpoints of tests/models/kinds.py? check DIRECTORY [KIND...]
+"""Does SGLang's CUDA code take the checkpoints of tests/models/kinds.py, and can what it makes of them be shared?
 
-DIRECTORY holds a checkpoint for each kind, by name. Each model is built on ``meta`` with the classes that an H200
-would get (tests/models/pretend.py), and every tensor of its file goes through ``load_weights``, which checks names and
-shapes. Prints one JSON object a line: how many layers use which method, tensors that nothing took, parameters that
-nothing filled.
+    python -m tests.models.check [KIND=DIRECTORY...]
+
+Each model is built on ``meta`` with the classes that an H200 would get (tests/models/pretend.py), and every tensor of
+its file goes through ``load_weights``, which checks names and shapes. Then the model is loaded and carried into another
+one (tests/models/carry.py). Prints one JSON object a line: how many layers use which method, tensors that nothing took,
+parameters that nothing filled, tensors that were carried, and what became different.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,10 +26,9 @@ from unittest import mock
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models import pretend
+from tests.models import carry, pretend
 from tests.models.kinds import KINDS
 from tests.models.pretend import Elsewhere
 
@@ -47,6 +49,8 @@ class Report:
     tensors: int = 0
     unused: list[str] = field(default_factory=list)
     unfilled: list[str] = field(default_factory=list)
+    carried: int = 0
+    deviations: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -92,8 +96,8 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def build(model: Path, options: Sequence[str]) -> nn.Module:
-    """The model in ``model`` on ``meta``, as an H200 would get it."""
+def configure(model: Path, options: Sequence[str]) -> tuple[Any, Any]:
+    """SGLang's state of this process for the checkpoint ``model``; the configurations of its model and its loading."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -102,8 +106,6 @@ def build(model: Path, options: Sequence[str]) -> nn.Module:
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
     from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import prepare_server_args
-
-    from weightcache.engine import adapter
 
     with Elsewhere("cpu"):
         server_args = prepare_server_args(["--model-path", str(model), *ARGUMENTS, *options])
@@ -119,27 +121,24 @@ def build(model: Path, options: Sequence[str]) -> nn.Module:
         initialize_dp_attention(server_args, config)
         initialize_moe_config(server_args)
         initialize_fp8_gemm_config(server_args)
+    return config, LoadConfig()
+
+
+def check(report: Report, model: Path, config: Any, load: Any) -> None:
+    """Build the model on ``meta`` and load the checkpoint in ``model`` into it."""
+    from weightcache.engine import adapter, methods
+
     with Elsewhere("meta"):
-        return adapter.build_on_meta(config, LoadConfig())
-
-
-def check(kind: str, model: Path) -> Report:
-    """Build ``kind``'s model and load the checkpoint in ``model`` into it."""
-    from weightcache.engine import methods
-
-    built = build(model, KINDS[kind].arguments(model))
+        built = adapter.build_on_meta(config, load)
     tensors: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
     watch = _Watch(tensors)
     with _one_thread(), Elsewhere("meta"), watch:
         built.load_weights(iter(tensors.items()))
     filled = {name for name, value in built.named_parameters() if value.untyped_storage()._cdata in watch.filled}
-    return Report(
-        kind,
-        methods.count(built),
-        len(tensors),
-        sorted(tensors.keys() - watch.used),
-        sorted({name for name, _ in built.named_parameters()} - filled),
-    )
+    report.methods = methods.count(built)
+    report.tensors = len(tensors)
+    report.unused = sorted(tensors.keys() - watch.used)
+    report.unfilled = sorted({name for name, _ in built.named_parameters()} - filled)
 
 
 def _in_a_child(kind: str, model: Path) -> None:
@@ -153,23 +152,26 @@ def _in_a_child(kind: str, model: Path) -> None:
     os.dup2(2, 1)  # whatever SGLang prints
     report = Report(kind)
     try:
-        report = check(kind, model)
+        config, load = configure(model, KINDS[kind].arguments(model))
+        check(report, model, config, load)
+        report.carried, report.deviations = carry.carry(config, load)
     except BaseException as error:
         report.error = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
     os.write(out, (json.dumps(dataclasses.asdict(report)) + "\n").encode())
     os._exit(0)
 
 
-def main(directory: Path, kinds: Sequence[str]) -> None:
+def main(checkpoints: Mapping[str, Path]) -> None:
     """Check all, one after the other."""
     pretend.gpu()
     with Elsewhere("cpu"):
         import sglang.srt.model_loader.loader
         import sglang.srt.models.registry
         import sglang.srt.server_args  # noqa: F401
-    for kind in kinds:
-        _in_a_child(kind, directory / kind)
+    for kind, model in checkpoints.items():
+        _in_a_child(kind, model)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or list(KINDS))
+    main({kind: Path(model) for kind, _, model in (argument.partition("=") for argument in sys.argv[1:])})

@@ -1,21 +1,25 @@
-"""Lets SGLang import its CUDA code, and construct models for it, on a machine without a GPU.
+"""Lets SGLang import its CUDA code, and construct and load models with it, on a machine without a GPU.
 
-``torch.cuda`` answers as on an H200, kernel packages are there and empty, and tensors meant for it go elsewhere.
-Nothing can be computed this way: it shows which classes SGLang chooses there, and which names and shapes they have.
+``torch.cuda`` answers as on an H200, kernel packages are there and empty, and tensors meant for it go elsewhere. What
+needs no kernel runs. It shows which classes SGLang chooses there, and what names, shapes and objects loading leaves.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
 from collections.abc import Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
 
 KERNELS = ("sgl_kernel", "flashinfer", "vllm")
 """Packages of which SGLang's CUDA code imports names. They are not called here."""
@@ -31,6 +35,28 @@ _H200 = types.SimpleNamespace(
     warp_size=32,
     gcnArchName="",
 )
+
+
+@dataclass(frozen=True)
+class ScalarType:
+    """sgl_kernel's description of a number of few bits, as far as Marlin's layouts ask for it."""
+
+    name: str
+    size_bits: int
+
+
+class _Idle:
+    """A stream or an event on which nothing happens."""
+
+    def __init__(self, *_args: object, **_kwargs: object) -> None:
+        pass
+
+
+class _Driver:
+    """Triton asks its driver for the GPU."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
 
 
 class _Empty(types.ModuleType):
@@ -89,7 +115,7 @@ def _is_gpu(value: object) -> bool:
 def gpu() -> None:
     """From now on, torch shows an H200 in this process."""
     sys.meta_path.insert(0, _Finder())
-    answers = {
+    answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "device_count": 1,
@@ -101,7 +127,17 @@ def gpu() -> None:
         "memory_allocated": 0,
         "memory_reserved": 0,
     }
+    for name in ("set_device", "synchronize", "empty_cache", "_lazy_init", "current_stream"):
+        answers[name] = None
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_args, _answer=answer, **_kwargs: _answer)
-    for name in ("set_device", "synchronize", "empty_cache", "_lazy_init", "Stream", "Event", "current_stream"):
-        setattr(torch.cuda, name, mock.MagicMock())
+    for name in ("Stream", "Event"):
+        setattr(torch.cuda, name, type(name, (_Idle,), {}))  # torch wants each of its names to be an object of its own
+    triton.runtime.driver.set_active(_Driver())
+    scalars = importlib.import_module("sgl_kernel.scalar_type")
+    types_of_four_bits = {name: ScalarType(name, 4) for name in ("uint4", "uint4b8", "float4_e2m1f")}
+    vars(scalars)["scalar_types"] = types.SimpleNamespace(
+        **types_of_four_bits,
+        **{name: ScalarType(name, 8) for name in ("uint8", "uint8b128", "float8_e4m3fn", "float8_e5m2")},
+    )
+    vars(scalars)["ScalarType"] = ScalarType
