@@ -149,7 +149,7 @@ class Top(App[None]):
                 words = state_of(view, state.snapshot.at, state.seconds).text
                 about = words if words.isascii() and "[" not in words else "of a state that this version does not know"
                 yield SystemCommand(f"Go to rank {rank}", about, partial(screen.action_rank, rank))
-            if len(comparable(state)) > 1:
+            if len(comparable(state)) > 1 or any(view.status.refusals for view in state.snapshot.ranks):
                 yield SystemCommand("Compare", "the selected set's fingerprint with another's", partial(press, "c"))
             if not state.why_no_actions():
                 yield SystemCommand("Evict", "drop the selected set, after a question", partial(press, "e"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,9 @@ from weightcache.tui.widgets.columns import Column
 from weightcache.tui.widgets.table import Row
 
 if TYPE_CHECKING:
-    from weightcache.monitor.snapshot import RankEvent, Snapshot
-    from weightcache.protocol import SetStatus
+    from weightcache.fingerprint import Fingerprint
+    from weightcache.monitor.snapshot import Snapshot
+    from weightcache.protocol import Refusal, SetStatus
     from weightcache.tui.cells import Marks
 
 RANK_FIELDS = frozenset({"tp_rank", "pp_rank", "ep_rank"})
@@ -29,7 +29,6 @@ CHOICES = (
     Column("DIFFERING FIELDS", drop=2, right=True),
 )
 FIELD_CELLS = 18
-KEPT_REFUSALS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,47 @@ class Side:
         return f"rank {self.rank}, {safe(self.entry.role)} v{self.entry.version}"
 
 
-def row(left: Side, right: Side) -> Row:
-    """A set to choose for a comparison with ``left``."""
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An engine that asked for other weights than a rank held. Of its fingerprint only what differed is known."""
+
+    rank: int
+    refusal: Refusal
+    at: float
+    """When it is looked at, in seconds since the epoch."""
+
+    @property
+    def name(self) -> str:
+        """The engine in one phrase."""
+        return f"engine {self.refusal.pid}, refused {text.duration(self.at - self.refusal.at)} ago"
+
+
+Other = Side | Refused
+
+
+def refused(snapshot: Snapshot, left: Side) -> list[Refused]:
+    """The engines that were refused lately because ``left`` was not what they needed, the latest first."""
+    found = [
+        Refused(view.status.rank, refusal, snapshot.at)
+        for view in snapshot.ranks
+        for refusal in view.status.refusals
+        if view.status.rank == left.rank and refusal.role == left.entry.role and refusal.differences
+    ]
+    return [one for one in reversed(found) if _was_of(one.refusal, left.entry.fingerprint)]
+
+
+def _was_of(refusal: Refusal, fingerprint: Fingerprint) -> bool:
+    """Whether the refusal was told from these weights: long values travel shortened."""
+    return all(
+        str(getattr(fingerprint, found.field, None)).startswith(str(found.cached).removesuffix("..."))
+        for found in refusal.differences
+    )
+
+
+def row(left: Side, right: Other) -> Row:
+    """A set, or an engine, to choose for a comparison with ``left``."""
+    if isinstance(right, Refused):
+        return _row_of_engine(right)
     entry = right.entry
     differing = len(diff(left.entry.fingerprint, entry.fingerprint))
     cells = (
@@ -59,24 +97,48 @@ def row(left: Side, right: Side) -> Row:
     return Row((right.rank, entry.id), cells)
 
 
-def lines(left: Side, right: Side, refusals: Sequence[RankEvent], marks: Marks, width: int) -> list[Line]:
+def _row_of_engine(right: Refused) -> Row:
+    refusal = right.refusal
+    differing = len(refusal.differences)
+    cells = (
+        Cell(str(right.rank), order=float(right.rank)),
+        Cell(f"engine {refusal.pid}"),
+        Cell(safe(refusal.role)),
+        Cell(f"refused {text.duration(right.at - refusal.at)} ago"),
+        Cell(str(differing), order=float(differing)),
+    )
+    return Row(key(right), cells)
+
+
+def key(other: Other) -> tuple[int, str]:
+    """What a set or an engine is chosen by."""
+    return other.rank, (other.entry.id if isinstance(other, Side) else f"engine {other.refusal.pid}")
+
+
+def lines(left: Side, right: Other, marks: Marks, width: int) -> list[Line]:
     """The comparison in ``width`` cells: differences first, then what is equal."""
-    differing = {found.field: found for found in diff(left.entry.fingerprint, right.entry.fingerprint)}
+    if isinstance(right, Refused):
+        found = right.refusal.differences
+        of_right = (f"engine {right.refusal.pid}", "-")
+    else:
+        found = diff(left.entry.fingerprint, right.entry.fingerprint)
+        of_right = (safe(right.entry.id), words.digest(right.entry))
+    differing = {difference.field: difference for difference in found}
     same = [name for name in CONSEQUENCES if name not in differing]
     made: list[Line] = [
         _row("", left.name, right.name, "head", marks, width),
-        _row("set", safe(left.entry.id), safe(right.entry.id), "", marks, width),
-        _row("fingerprint", words.digest(left.entry), words.digest(right.entry), "", marks, width),
+        _row("set", safe(left.entry.id), of_right[0], "", marks, width),
+        _row("fingerprint", words.digest(left.entry), of_right[1], "", marks, width),
         [Cell("")],
     ]
     verdict = f"{len(differing)} of {len(CONSEQUENCES)} fields differ, {len(same)} are equal"
     made.append([Cell(verdict if differing else f"all {len(same)} fields are equal", "strong")])
     natural = left.rank != right.rank and RANK_FIELDS & differing.keys()
-    for name, found in differing.items():
+    for name, difference in differing.items():
         expected = natural and name in RANK_FIELDS
-        cached, other = safe(str(found.cached)), safe(str(found.engine))
+        cached, other = safe(str(difference.cached)), safe(str(difference.engine))
         made += _values(f"{'~' if expected else '!'} {name}", cached, other, "" if expected else "bad", marks, width)
-        meaning = "each rank has its own shard: this differs by nature" if expected else found.consequence
+        meaning = "each rank has its own shard: this differs by nature" if expected else difference.consequence
         made += [[Cell(f"    {part}", "dim" if expected else "busy")] for part in fold(meaning, width - 4)]
     if same:
         made += [[Cell("")], [Cell("equal", "head")]]
@@ -88,7 +150,7 @@ def lines(left: Side, right: Side, refusals: Sequence[RankEvent], marks: Marks, 
                     Cell(clip(value, width - FIELD_CELLS - 2, marks), "dim"),
                 ]
             )
-    return [*made, [Cell("")], *_of_engines(refusals, width)]
+    return [*made, [Cell("")], *_note(right, width)]
 
 
 def _row(label: str, left: str, right: str, style: str, marks: Marks, width: int) -> Line:
@@ -115,21 +177,8 @@ def _values(label: str, left: str, right: str, style: str, marks: Marks, width: 
     return made
 
 
-def refusals(snapshot: Snapshot, ranks: set[int]) -> list[RankEvent]:
-    """The latest engines that were refused because their fingerprint differs."""
-    found = [one for one in snapshot.events if one.rank in ranks and one.happened.event == "refused"]
-    return [one for one in found if "other weights" in one.happened.text or "another model" in one.happened.text][
-        -KEPT_REFUSALS:
-    ]
-
-
-def _of_engines(refused: Sequence[RankEvent], width: int) -> list[Line]:
-    sentence = (
-        "An attached engine's fingerprint is its set's. Of an engine that was refused, the agent tells which fields "
-        "differed and not their values: those are in the engine's own output."
-    )
-    made: list[Line] = [[Cell(part, "dim")] for part in fold(sentence, width)]
-    for one in refused:
-        told = f"{text.moment(one.happened.at)} {safe(one.happened.text)}"
-        made += [[Cell(part)] for part in fold(told, width)]
-    return made
+def _note(right: Other, width: int) -> list[Line]:
+    sentence = "An attached engine's fingerprint is its set's; engines that were refused lately are among the choices."
+    if isinstance(right, Refused):
+        sentence = f"{words.user(right.refusal.uid)}: {safe(right.refusal.command) or 'its command is not known'}"
+    return [[Cell(part, "dim")] for part in fold(sentence, width)]

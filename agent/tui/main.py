@@ -118,7 +118,8 @@ def _show(options: argparse.Namespace) -> int:
         from weightcache.tui.app import Top
 
         readonly = bool(options.readonly or options.replay) or not may_operate(site)
-        shown = Top(look.source, site=site, interval=options.interval, ascii=options.ascii, readonly=readonly)
+        where = None if options.replay else site
+        shown = Top(look.source, site=where, interval=options.interval, ascii=options.ascii, readonly=readonly)
         shown.run(mouse=not options.no_mouse)
         status: int = shown.return_code or 0
     return status

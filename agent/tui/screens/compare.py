@@ -1,9 +1,9 @@
-"""Two sets' fingerprints side by side."""
+"""A set's fingerprint beside another set's, or a refused engine's."""
 
 from __future__ import annotations
 
 from weightcache.tui import comparison
-from weightcache.tui.comparison import Side
+from weightcache.tui.comparison import Other, Side
 from weightcache.tui.screens.view import ReadingView
 from weightcache.tui.state import State
 
@@ -11,7 +11,7 @@ from weightcache.tui.state import State
 class Compare(ReadingView):
     """Fingerprints never change, so this stays even when a set goes."""
 
-    def __init__(self, state: State, left: Side, right: Side) -> None:
+    def __init__(self, state: State, left: Side, right: Other) -> None:
         super().__init__(state)
         self._sides = left, right
 
@@ -19,6 +19,5 @@ class Compare(ReadingView):
         """Compare."""
         super().show()
         left, right = self._sides
-        refused = comparison.refusals(self.state.snapshot, {left.rank, right.rank})
         marks = self.state.marks
-        self.reader.show(lambda width: comparison.lines(left, right, refused, marks, width))
+        self.reader.show(lambda width: comparison.lines(left, right, marks, width))

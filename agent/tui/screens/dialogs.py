@@ -11,7 +11,7 @@ from textual.containers import Vertical
 from textual.screen import ModalScreen
 
 from weightcache.tui.cells import Cell, Marks
-from weightcache.tui.comparison import CHOICES, Side
+from weightcache.tui.comparison import CHOICES, Other, key
 from weightcache.tui.widgets.keys import Keys
 from weightcache.tui.widgets.page import Build, Page
 from weightcache.tui.widgets.table import Row, Table
@@ -47,21 +47,21 @@ class Choices(Table):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "open", "compare")]
 
 
-class Choose(ModalScreen[Side | None]):
-    """A list of sets to compare with; ``differing`` counts fields for each."""
+class Choose(ModalScreen[Other | None]):
+    """A list of what a set can be compared with."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "back", key_display="esc")]
 
-    def __init__(self, sides: Sequence[Side], rows: Sequence[Row], marks: Marks) -> None:
+    def __init__(self, others: Sequence[Other], rows: Sequence[Row], marks: Marks) -> None:
         super().__init__()
-        self._sides: dict[object, Side] = {(side.rank, side.entry.id): side for side in sides}
+        self._others: dict[object, Other] = {key(other): other for other in others}
         self._rows = rows
         self._marks = marks
 
     def compose(self) -> ComposeResult:
         """The question, the list and the keys."""
         with Vertical(id="window"):
-            yield Page(lambda width: [[Cell("Compare with which set?", "strong")]])
+            yield Page(lambda width: [[Cell("Compare with which set, or refused engine?", "strong")]])
             yield Choices(CHOICES, self._marks, "", id="choices")
             yield Keys(id="window-keys")
 
@@ -75,4 +75,4 @@ class Choose(ModalScreen[Side | None]):
     def on_table_opened(self, event: Table.Opened) -> None:
         """This one."""
         event.stop()
-        self.dismiss(self._sides.get(event.table.key))
+        self.dismiss(self._others.get(event.table.key))

@@ -43,7 +43,12 @@ class Overview(View):
             "s", "sort", "sort", tooltip="sort the table in focus by its next column; a click on a heading does too"
         ),
         Binding("r", "reverse", "reverse", show=False, tooltip="reverse the order of the table in focus"),
-        Binding("c", "compare", "compare", tooltip="compare the selected set's fingerprint with another set's"),
+        Binding(
+            "c",
+            "compare",
+            "compare",
+            tooltip="compare the selected set with another one, or a refused engine",
+        ),
         Binding("e", "evict", "evict", tooltip="drop the selected set, after a question"),
         Binding("d", "drain", "drain", tooltip="give out nothing more of the selected rank, after a question"),
         Binding("l", "journal", "journal", tooltip="the journal of the selected rank's unit"),
@@ -221,14 +226,18 @@ class Overview(View):
         self._show_rank()
 
     def action_compare(self) -> None:
-        """Choose a second set, then show both fingerprints."""
+        """Choose another set, or an engine that was refused, then show both fingerprints."""
         left = self._side
-        others = [side for side in selection.comparable(self.state) if side != left]
-        if left is None or not others:
-            requests.say(self.app, "compare: no other set is resident" if left else "compare: no set is selected")
+        if left is None:
+            requests.say(self.app, "compare: no set is selected")
+            return
+        sides = [side for side in selection.comparable(self.state) if side != left]
+        others: list[comparison.Other] = [*comparison.refused(self.state.snapshot, left), *sides]
+        if not others:
+            requests.say(self.app, "compare: no other set, and no refused engine")
             return
 
-        def chosen(right: Side | None) -> None:
+        def chosen(right: comparison.Other | None) -> None:
             if right is not None:
                 self.app.push_screen(Compare(self.state, left, right))
 

@@ -16,6 +16,7 @@ from weightcache.protocol import (
     LeaseStatus,
     LoadProgress,
     RankStatus,
+    Refusal,
     SetStatus,
 )
 
@@ -115,6 +116,22 @@ def status(rank: int = 0, state: str = "ready", **changes: Any) -> RankStatus:
         drained=DrainInfo(0, NOW - 600) if state == "drained" else None,
         kept="store",
         counts={"leased": 3, "set-published": 1, "state-changed": 2},
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def refusal(**changes: Any) -> Refusal:
+    """An engine that wanted other weights."""
+    base = Refusal(
+        at=NOW - 300,
+        pid=51300,
+        uid=0,
+        unit="",
+        command="python -m sglang.launch_server --dtype float16",
+        role="target",
+        code="mismatch",
+        message="rank 0 holds other weights than this engine needs (dtype, quant_method)",
+        differences=(),
     )
     return dataclasses.replace(base, **changes)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from textual.events import MouseScrollDown
 
 from tests.unit.tui import build
 from tests.unit.tui.shown import shown
+from weightcache.fingerprint import diff
 from weightcache.tui.screens.details import Details
 from weightcache.tui.screens.help import Help
 from weightcache.tui.screens.overview import Overview
@@ -212,15 +214,31 @@ async def test_compare_two_ranks() -> None:
         assert top.style("! role").color.name == "red"  # type: ignore[union-attr]
         assert top.style("= schema").dim
         await top.press("end")
-        assert "An attached engine's fingerprint is its set's." in top.text
+        assert "An attached engine's fingerprint is its set's;" in top.text
 
 
-async def test_compare_tells_what_refused_engines_lacked() -> None:
-    second = build.weight_set(id="two", role="draft-0", leases=(), fingerprint=build.fingerprint(role="draft-0"))
-    both = build.snapshot(build.view(build.status(sets=(build.weight_set(), second))))
-    async with shown(both, (100, 60)) as top:
-        await top.press("c", "enter")
-        assert "(dtype, quant_method)" in top.text.replace("\n", " ")
+async def test_compare_with_an_engine_that_was_refused() -> None:
+    held = build.weight_set()
+    wanted = dataclasses.replace(held.fingerprint, dtype="float16", quant_method="[red]awq")
+    differences = diff(held.fingerprint, wanted)
+    told = build.refusal(differences=differences)
+    others = (
+        build.refusal(pid=1, role="draft-0", differences=differences),  # of another set
+        build.refusal(pid=2, code="loading", differences=()),  # not because of the weights
+        build.refusal(pid=3, differences=(dataclasses.replace(differences[0], cached="int8"),)),  # of a gone set
+    )
+    seen = build.snapshot(build.view(build.status(sets=(held,), refusals=(*others, told))))
+    async with shown(seen, (100, 60)) as top:
+        await top.press("c")
+        assert "engine 51300" in top.text
+        assert not re.search(r"engine [123]\b", top.text)
+        await top.press("enter")
+        assert "engine 51300, refused 5 min ago" in top.text
+        assert "2 of 29 fields differ, 27 are equal" in top.text
+        assert re.search(rf"! dtype +{held.fingerprint.dtype} +float16", top.text)
+        assert "[red]awq" in top.text
+        assert differences[0].consequence[:40] in top.text
+        assert "python -m sglang.launch_server" in top.text
 
 
 async def test_compare_from_an_engine_and_with_nothing() -> None:
@@ -230,7 +248,7 @@ async def test_compare_from_an_engine_and_with_nothing() -> None:
         assert "rank 0, draft-1 v3" in top.text
     async with shown(build.ready()) as top:
         await top.press("c")
-        assert "no other set is resident" in top.text
+        assert "compare: no other set, and no refused engine" in top.text
     async with shown(build.empty()) as top:
         await top.press("c")
         assert "no set is selected" in top.text
