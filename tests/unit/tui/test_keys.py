@@ -248,7 +248,7 @@ async def test_compare_from_an_engine_and_with_nothing() -> None:
         assert "rank 0, draft-1 v3" in top.text
     async with shown(build.ready()) as top:
         await top.press("c")
-        assert "compare: no other set, and no refused engine" in top.text
+        assert "compare: no other set" in top.text
     async with shown(build.empty()) as top:
         await top.press("c")
         assert "no set is selected" in top.text
