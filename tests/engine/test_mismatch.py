@@ -184,6 +184,35 @@ def test_a_plugin_that_sglang_does_not_find_is_an_error_in_error_mode(
     assert engine.family() == []
 
 
+@pytest.fixture
+def another_norm(tmp_path: Path) -> dict[str, str]:
+    """Variables under which SGLang finds a plugin that puts a class of its own in the place of a layer's."""
+    folder = tmp_path / "plugin" / "another_norm-7.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: another-norm\nVersion: 7\n")
+    (folder / "entry_points.txt").write_text("[sglang.srt.plugins]\nanother_norm = another_norm:load\n")
+    folder.with_name("another_norm.py").write_text(
+        "def load():\n    from sglang.srt.models import qwen3\n    qwen3.RMSNorm = type('Norm', (qwen3.RMSNorm,), {})\n"
+    )
+    return {"PYTHONPATH": f"{folder.parent}:{SHIM}"}
+
+
+def test_a_plugin_on_one_side_is_a_mismatch(
+    sglang_version: str, resident: Resident, tmp_path: Path, another_norm: dict[str, str]
+) -> None:
+    """It replaces a layer, and its weights have the same names and shapes."""
+    engine = support.launched(
+        resident.agent,
+        resident.model,
+        tmp_path / "log",
+        options=("--wcache-on-mismatch", "error"),
+        environment=another_norm,
+    )
+    assert support.run_to_end(engine) == 1
+    assert f"rank 0: refused: {HOLDS_OTHERS} (plugins)" in support.lines(engine)
+    assert support.table_of(engine) == {"plugins": ("(none)", "another_norm=7", CONSEQUENCES["plugins"])}
+
+
 # -- last: these change the checkpoint ---------------------------------------------------------------------------------
 
 

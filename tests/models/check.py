@@ -1,11 +1,12 @@
 """Does SGLang's CUDA code take the checkpoints of tests/models/kinds.py, and can what it makes of them be shared?
 
-    python -m tests.models.check [KIND=DIRECTORY...]
+    python -m tests.models.check [KIND...]
 
-Each model is built on ``meta`` with the classes that an H200 would get (tests/models/pretend.py), and every tensor of
-its file goes through ``load_weights``, which checks names and shapes. Then the model is loaded and carried into another
-one (tests/models/carry.py). Prints one JSON object a line: how many layers use which method, tensors that nothing took,
-parameters that nothing filled, tensors that were carried, and what became different.
+Makes the checkpoint of each kind. Its model is built on ``meta`` with the classes that an H200 would get
+(tests/models/pretend.py), and every tensor of its file goes through ``load_weights``, which checks names and shapes.
+Then the model is loaded and carried into another one (tests/models/carry.py). Prints one JSON object a line: how many
+layers use which method, tensors that nothing took, parameters that nothing filled, tensors that were carried, and what
+became different.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +143,7 @@ def check(report: Report, model: Path, config: Any, load: Any) -> None:
     report.unfilled = sorted({name for name, _ in built.named_parameters()} - filled)
 
 
-def _in_a_child(kind: str, model: Path) -> None:
+def _in_a_child(kind: str) -> None:
     """SGLang's process-wide state is made once: a child for each kind, after the imports, which take longest."""
     sys.stdout.flush()
     child = os.fork()
@@ -152,9 +154,12 @@ def _in_a_child(kind: str, model: Path) -> None:
     os.dup2(2, 1)  # whatever SGLang prints
     report = Report(kind)
     try:
-        config, load = configure(model, KINDS[kind].arguments(model))
-        check(report, model, config, load)
-        report.carried, report.deviations = carry.carry(config, load)
+        with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
+            model = Path(folder)
+            KINDS[kind].make(model)
+            config, load = configure(model, KINDS[kind].arguments(model))
+            check(report, model, config, load)
+            report.carried, report.deviations = carry.carry(config, load)
     except BaseException as error:
         report.error = f"{type(error).__name__}: {error}"
         traceback.print_exc()
@@ -162,16 +167,16 @@ def _in_a_child(kind: str, model: Path) -> None:
     os._exit(0)
 
 
-def main(checkpoints: Mapping[str, Path]) -> None:
+def main(kinds: Iterable[str]) -> None:
     """Check all, one after the other."""
     pretend.gpu()
     with Elsewhere("cpu"):
         import sglang.srt.model_loader.loader
         import sglang.srt.models.registry
         import sglang.srt.server_args  # noqa: F401
-    for kind, model in checkpoints.items():
-        _in_a_child(kind, model)
+    for kind in kinds:
+        _in_a_child(kind)
 
 
 if __name__ == "__main__":
-    main({kind: Path(model) for kind, _, model in (argument.partition("=") for argument in sys.argv[1:])})
+    main(sys.argv[1:] or KINDS)

@@ -1,0 +1,60 @@
+"""Every kind of model as SGLang's CUDA code loads it, carried into another one: no name, object or value is lost.
+
+No GPU is needed: kernels that repack weights have stand-ins (tests/models/carry.py). A real GPU compares the bytes and
+what the engines answer (tests/gpu/test_parity.py).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.models.kinds import KINDS
+from tests.support.environments import REPOSITORY, engine_variables, environments
+
+VERSION = "0.5.17"
+NOT_FROM_THE_CHECKPOINT = {
+    "mamba": (".q_norm.weight", ".k_norm.weight"),  # made, and never used
+    "fp8-block-mla": (".k_scale", ".v_scale"),  # where a checkpoint has none, they are one
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    """What tests/models/check.py says about each kind."""
+    done = subprocess.run(
+        [environments().engine(VERSION), "-m", "tests.models.check"],
+        cwd=REPOSITORY,
+        env={**engine_variables(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [report["kind"] for report in found] == list(KINDS), done.stderr[-3000:]
+    return {report["kind"]: report for report in found}
+
+
+@pytest.fixture(params=[pytest.param(kind, id=f"{VERSION}-{kind}") for kind in KINDS])
+def report(request: pytest.FixtureRequest, reports: dict[str, Any]) -> Any:
+    """The report of one kind."""
+    return reports[request.param]
+
+
+def test_the_checkpoint_is_what_sglang_reads(report: dict[str, Any]) -> None:
+    assert report["tensors"] > 10, report["error"]
+    assert report["unused"] == []
+    expected = NOT_FROM_THE_CHECKPOINT.get(report["kind"], ())
+    assert [name for name in report["unfilled"] if not name.endswith(expected)] == []
+
+
+def test_nothing_is_lost(report: dict[str, Any]) -> None:
+    if "triton_kernels" in report["error"]:
+        pytest.skip("triton_kernels comes with sglang-kernel, which has 380 MB of GPU code")
+    assert report["error"] == ""
+    assert report["deviations"] == []
+    assert report["carried"] > 10
