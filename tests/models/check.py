@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models import carry, pretend
+from tests.models.companions import DRAFTS
 from tests.models.kinds import KINDS
 from tests.models.pretend import Elsewhere
 
@@ -143,7 +144,7 @@ def check(report: Report, model: Path, config: Any, load: Any) -> None:
     report.unfilled = sorted({name for name, _ in built.named_parameters()} - filled)
 
 
-def _in_a_child(kind: str) -> None:
+def _in_a_child(kind: str, part: str = "") -> None:
     """SGLang's process-wide state is made once: a child for each kind, after the imports, which take longest."""
     sys.stdout.flush()
     child = os.fork()
@@ -152,12 +153,12 @@ def _in_a_child(kind: str) -> None:
         return
     out = os.dup(1)
     os.dup2(2, 1)  # whatever SGLang prints
-    report = Report(kind)
+    report = Report(f"{kind}/{part}" if part else kind)
     try:
         with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
-            model = Path(folder)
-            KINDS[kind].make(model)
-            config, load = configure(model, KINDS[kind].arguments(model))
+            KINDS[kind].make(Path(folder))
+            model = Path(folder, part)
+            config, load = configure(model, [] if part else KINDS[kind].arguments(model))
             check(report, model, config, load)
             report.carried, report.deviations = carry.carry(config, load)
     except BaseException as error:
@@ -176,6 +177,8 @@ def main(kinds: Iterable[str]) -> None:
         import sglang.srt.server_args  # noqa: F401
     for kind in kinds:
         _in_a_child(kind)
+        if KINDS[kind].companion in DRAFTS:
+            _in_a_child(kind, "draft")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ def standalone(out: Path) -> None:
     write_tokenizer(out / "draft")
 
 
+DRAFTS = (eagle, standalone)
+"""These write the draft into the folder ``draft`` of the target."""
+
+
 def pictures(out: Path) -> None:
     """What Qwen2.5-VL's processor reads: sizes of pictures, and the tokens that stand for them."""
     settings = {
