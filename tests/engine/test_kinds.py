@@ -62,4 +62,4 @@ def test_nothing_is_lost(report: dict[str, Any]) -> None:
         pytest.skip("triton_kernels comes with sglang-kernel, which has 380 MB of GPU code")
     assert report["error"] == ""
     assert report["deviations"] == []
-    assert report["carried"] > 10
+    assert report["carried"] >= 10

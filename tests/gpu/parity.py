@@ -31,6 +31,8 @@ from tests.models.kinds import KINDS
 SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "4")
 """Several engines at once: none may take the memory that another one has just measured as free."""
 SHOWN = 3
+WIDTH = 400
+"""Characters of a reason on a line; its end says most, and the file has all."""
 GRACE_SECONDS = 30.0
 
 
@@ -46,7 +48,7 @@ class Outcome:
 
     def line(self) -> str:
         """For people."""
-        return f"{self.word:8} {self.kind:16} {self.seconds:4.0f} s  {self.said}"
+        return f"{self.word:8} {self.kind:16} {self.seconds:4.0f} s  {self.said[-WIDTH:]}"
 
 
 def arguments() -> argparse.Namespace:
@@ -98,7 +100,9 @@ def _compare(kind: str, work: Path, seconds: float) -> Outcome:
     shutil.rmtree(model, ignore_errors=True)
     result = _decoded(printed)
     if not result:
-        return Outcome(kind, "late" if late else "failed", _end(log.read_text()))
+        said = _end(log.read_text())
+        word = "late" if late else "refused" if "SGLang ended with" in said else "failed"
+        return Outcome(kind, word, said)
     if result["broken"]:
         first = "; ".join(
             f"{d['path']}: {d['what']}: {d['disk']:.80} | {d['attached']:.80}" for d in result["deviations"][:SHOWN]
