@@ -22,42 +22,19 @@ from weightcache.errors import ProtocolError, VersionSkew, WeightcacheError, fro
 from weightcache.fingerprint import Difference, Fingerprint
 from weightcache.status import (
     ArenaInfo as ArenaInfo,
-)
-from weightcache.status import (
     DrainInfo as DrainInfo,
-)
-from weightcache.status import (
     ErrorInfo as ErrorInfo,
-)
-from weightcache.status import (
     Happening as Happening,
-)
-from weightcache.status import (
     LeaseStatus as LeaseStatus,
-)
-from weightcache.status import (
     LoadProgress as LoadProgress,
-)
-from weightcache.status import (
     Measured as Measured,
-)
-from weightcache.status import (
     RankStatus as RankStatus,
-)
-from weightcache.status import (
     Refusal as Refusal,
-)
-from weightcache.status import (
     SetInfo as SetInfo,
-)
-from weightcache.status import (
     SetStatus as SetStatus,
 )
 
 PROTOCOL = 1
-
-ATTACH_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-"""Attaches are counted by how many seconds they took at most."""
 
 
 # -- requests --------------------------------------------------------------------------------------------------------

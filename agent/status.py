@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from weightcache.fingerprint import Difference, Fingerprint
 
+ATTACH_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+"""Attaches are counted by how many seconds they took at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class ArenaInfo:

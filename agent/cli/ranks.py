@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, TypeVar
 
 from weightcache.errors import WeightcacheError
-from weightcache.monitor import site as sites
-from weightcache.monitor import view as views
+from weightcache.monitor import site as sites, view as views
 from weightcache.monitor.site import Site
 from weightcache.monitor.view import RankView
 from weightcache.text import escape

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import weightcache
 from weightcache.errors import AgentUnavailable
-from weightcache.monitor import site as sites
-from weightcache.monitor import view
+from weightcache.monitor import site as sites, view
 from weightcache.monitor.feed import Feed
 from weightcache.monitor.snapshot import RankEvent, Snapshot
 

@@ -18,7 +18,7 @@ from weightcache.errors import tree
 from weightcache.monitor import labels
 from weightcache.monitor.families import EVENTS, KEPT, LOADS, OTHER, REFUSALS, STATES
 from weightcache.monitor.page import Page
-from weightcache.protocol import ATTACH_BOUNDS
+from weightcache.status import ATTACH_BOUNDS
 
 if TYPE_CHECKING:
     from weightcache.monitor.gpus import Gpu

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcache import config as configuration
-from weightcache import paths
+from weightcache import config as configuration, paths
 from weightcache.config import Config
 from weightcache.errors import AgentUnavailable, ConfigError
 

@@ -7,7 +7,7 @@ import collections
 import time
 from typing import TYPE_CHECKING, Literal
 
-from weightcache.protocol import ATTACH_BOUNDS, Measured
+from weightcache.status import ATTACH_BOUNDS, Measured
 
 if TYPE_CHECKING:
     from weightcache.server.production import Production

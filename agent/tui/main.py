@@ -17,8 +17,7 @@ from weightcache.cli import leave
 from weightcache.cli.parsing import Parser, add_global, add_rank, as_path, unknown
 from weightcache.client import AGENT_USER
 from weightcache.errors import UsageError
-from weightcache.monitor import site as sites
-from weightcache.monitor import view
+from weightcache.monitor import site as sites, view
 from weightcache.monitor.site import Site
 from weightcache.monitor.snapshot import Snapshot, Source
 from weightcache.tui.batch import Printer

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes what tests/systemd boots, for root on Debian or Ubuntu: the container manager, and in $WEIGHTCACHE_ENVS
+# Makes what tests/systemd boots, for root on Debian or Ubuntu: the container manager, and in $WEIGHTCACHE_ENVS (and tmux,
+# which other tests want)
 #
 #   root-257   Debian 13 with systemd 257 (about 200 MB, 15 s)
 #   root-252   Debian 12 with systemd 252, only where this machine runs another version
@@ -18,7 +19,7 @@ if [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
 fi
 
 wanted=()
-for package in dbus debian-archive-keyring mmdebstrap systemd-container systemd-sysv; do
+for package in dbus debian-archive-keyring mmdebstrap systemd-container systemd-sysv tmux; do
     if [[ $(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null) != installed ]]; then
         wanted+=("$package")
     fi

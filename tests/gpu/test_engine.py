@@ -153,7 +153,7 @@ def test_two_engines_attach_and_survive_the_agent(
 @pytest.mark.skipif(rig.gpu_count() < 2, reason="needs two GPUs")
 def _what_an_operator_sees(agent: Agent, figures: Figures) -> None:
     """wcache-top says whose the device's memory is; nothing of it is counted twice, and little belongs to nobody."""
-    seen = json.loads(rig.top(agent, "--once", "--json"))
+    seen = json.loads(rig.top(agent, "--json"))
     uuid = "" if rig.profile().backend == "host" else rig.gpu_uuid()
     (device,) = [device for device in seen["devices"] if device["uuid"] == uuid]
     weights = sum(entry["bytes"] for entry in seen["ranks"][0]["sets"])

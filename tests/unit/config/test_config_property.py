@@ -8,8 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weightcache import config
 from weightcache.errors import ConfigError

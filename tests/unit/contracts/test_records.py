@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.unit.contracts.strategies import values
 from weightcache import protocol, records

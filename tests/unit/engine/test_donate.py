@@ -14,8 +14,7 @@ from torch import nn
 from tests.support.test_loader import fingerprint
 from tests.unit.engine.fakes import DefaultModelLoader, FakeAgent, Peer, agent, directive
 from tests.unit.export.trees import fill
-from weightcache.engine import adapter, state
-from weightcache.engine import donate as donating
+from weightcache.engine import adapter, donate as donating, state
 from weightcache.engine.donate import Donation, donate, publish_path
 from weightcache.errors import (
     AgentUnavailable,

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, event, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, event, given, settings, strategies as st
 from torch import nn
 
 from tests.unit.export import roundtrip as way

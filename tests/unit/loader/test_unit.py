@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.unit.server.harness import eventually, gone
 from weightcache import protocol, transport

@@ -18,8 +18,7 @@ from tests.unit.monitor import made
 from tests.unit.monitor.made import Watched, eventually
 from tests.unit.server.kept import Kept
 from weightcache import protocol, records, transport
-from weightcache.monitor import feed as feeds
-from weightcache.monitor import view
+from weightcache.monitor import feed as feeds, view
 from weightcache.monitor.feed import Feed
 from weightcache.monitor.view import RankView
 from weightcache.protocol import Done, Observed, Watch

@@ -15,8 +15,7 @@ from tests.unit.monitor.made import Watched, eventually
 from weightcache import paths, protocol
 from weightcache.config import Config, RankConfig
 from weightcache.errors import ConfigError
-from weightcache.monitor import live as lives
-from weightcache.monitor import view
+from weightcache.monitor import live as lives, view
 from weightcache.monitor.host import Facts, Host
 from weightcache.monitor.live import Live
 from weightcache.monitor.site import Site

@@ -7,8 +7,7 @@ import gzip
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weightcache.monitor import web
 from weightcache.monitor.web import Answer, Request

@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.unit.server import made
 from tests.unit.server.made import commit, entries, names, record_text

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.server.harness import Agent, donation, eventually
 from weightcache import protocol
-from weightcache.protocol import ATTACH_BOUNDS, Measured
+from weightcache.status import ATTACH_BOUNDS, Measured
 
 
 def measured(agent: Agent) -> Measured:
