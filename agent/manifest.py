@@ -11,6 +11,7 @@ is how tied weights and shared modules stay one object. A table travels as one J
     slot      module, place, steps, tensor, external
     removed   module, place, name, none                   exists after construction, gone (or None) after loading
     container module, steps, kind, keys                   list, tuple, dict or set that loading made or resized
+    record    module, steps, cls, of, at                  helper object that loading made, or one that is elsewhere too
     scalar    module, steps, value                        changed by loading
     names     module, place, names                        the order of names, where loading changed it
 """
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from weightcache.errors import ProtocolError
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_BYTES = 256 << 20
 """Largest manifest that is read, in bytes."""
 
@@ -36,6 +37,9 @@ ALIGNMENT = 512
 
 PARAMETER, BUFFER, TRANSIENT_BUFFER, ATTRIBUTE = "parameter", "buffer", "transient-buffer", "attribute"
 PLACES = (PARAMETER, BUFFER, TRANSIENT_BUFFER, ATTRIBUTE)
+
+RECORD_PACKAGES = ("triton_kernels",)
+"""Packages whose objects are nothing but their attributes: an engine may make them, and imports their classes by name."""
 
 Step = tuple[str, str | int]
 """One step from a module to a value: ("attr", name), ("item", index) or ("key", key)."""
@@ -109,6 +113,19 @@ class Container(NamedTuple):
     keys: tuple[str | int, ...]
 
 
+class Record(NamedTuple):
+    """A helper object that loading made: its qualified class, of RECORD_PACKAGES. Other rows give its attributes.
+
+    With an empty class it is the object at the steps ``at`` of the module ``of``, a record too.
+    """
+
+    module: int
+    steps: tuple[Step, ...]
+    cls: str
+    of: int = -1
+    at: tuple[Step, ...] = ()
+
+
 class ChangedScalar(NamedTuple):
     """A plain value on a module or one of its helper objects that loading changed."""
 
@@ -139,6 +156,7 @@ class Manifest:
     scalars: tuple[ChangedScalar, ...]
     containers: tuple[Container, ...] = ()
     names: tuple[Names, ...] = ()
+    records: tuple[Record, ...] = ()
 
     @property
     def private_bytes(self) -> int:
@@ -147,6 +165,11 @@ class Manifest:
 
 
 R = TypeVar("R")
+
+
+def is_record(cls: str) -> bool:
+    """Whether an engine may make objects of the class ``cls``."""
+    return cls.partition(".")[0] in RECORD_PACKAGES
 
 
 def is_reserved(name: str) -> bool:
@@ -270,6 +293,7 @@ _TABLES: dict[str, _Table] = {
     "scalars": _Table(ChangedScalar, (_INT, _steps, _scalars)),
     "containers": _Table(Container, (_INT, _steps, _TEXT, _lists_of(str, int))),
     "names": _Table(Names, (_INT, _TEXT, _TEXTS)),
+    "records": _Table(Record, (_INT, _steps, _TEXT, _INT, _steps)),
 }
 
 
@@ -295,7 +319,9 @@ def _check(manifest: Manifest) -> None:
     for module in manifest.modules:
         if not module.paths:
             raise ValueError("a module without a path")
-    placed = (manifest.slots, manifest.removed, manifest.scalars, manifest.containers, manifest.names)
+    placed = (
+        manifest.slots, manifest.removed, manifest.scalars, manifest.containers, manifest.names, manifest.records,
+    )  # fmt: skip
     if any(not 0 <= row.module < len(manifest.modules) for rows in placed for row in rows):
         raise ValueError("a row without module")
     for removed in manifest.removed:
@@ -304,8 +330,11 @@ def _check(manifest: Manifest) -> None:
     for names in manifest.names:
         if names.place not in (PARAMETER, BUFFER) or any(map(is_reserved, names.names)):
             raise ValueError(f"unknown names: {names}")
-    if not all(row.steps for row in manifest.scalars) or not all(row.steps for row in manifest.containers):
+    if not all(row.steps for rows in (manifest.scalars, manifest.containers, manifest.records) for row in rows):
         raise ValueError("a value without steps")
+    for record in manifest.records:
+        if not (is_record(record.cls) if record.cls else 0 <= record.of < len(manifest.modules) and record.at):
+            raise ValueError(f"an object that cannot be made: {record}")
     for slot in manifest.slots:
         if slot.place not in PLACES or not slot.steps:
             raise ValueError(f"an unknown place {slot.place!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import gc
+import importlib
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -82,8 +83,16 @@ class _Builder:
 
     def run(self) -> Rebuilt:
         self._resolve_modules()
-        for container in self.body.containers:
-            self._contain(container)
+        # What holds others comes first.
+        for made in sorted((*self.body.records, *self.body.containers), key=lambda row: len(row.steps)):
+            if isinstance(made, manifest.Container):
+                self._contain(made)
+            elif made.cls:
+                self._assign(self.modules[made.module], made.steps, _new_record(made.cls))
+        for record in self.body.records:
+            if not record.cls:
+                held = _value(self.modules[record.of], record.at)
+                self._assign(self.modules[record.module], record.steps, held)
         for slot in self.body.slots:
             self._fill(slot)
         for row in self.body.removed:
@@ -397,6 +406,16 @@ def _parameter_class(name: str, old: object) -> type[torch.Tensor]:
     if isinstance(old, torch.Tensor) and class_name(type(old)) == name:
         return type(old)
     return _loaded_parameter_class(name)
+
+
+def _new_record(name: str) -> object:
+    """An object without attributes; no code of its class runs."""
+    module, _, cls = name.rpartition(".")
+    try:
+        made: object = object.__new__(getattr(importlib.import_module(module), cls))
+    except (ImportError, AttributeError, TypeError) as error:
+        raise AttachFailed(f"no {name} can be made here: {error}") from None
+    return made
 
 
 @functools.cache

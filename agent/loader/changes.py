@@ -40,6 +40,7 @@ class Changes:
         self._tensors_before = {(entry.module, entry.steps) for entry in built.tensors}
         self._tensors_now = {(entry.module, entry.steps) for entry in loaded.tensors}
         self._moved: dict[Place, Place] = {}
+        self._made: dict[Place, None] = {}  # in the order of the walk
         self._find_moved()
 
     def check(self) -> None:
@@ -93,7 +94,11 @@ class Changes:
         for place, (kind, names) in self.loaded.objects.items():
             before = self.built.objects.get(self._before(place))
             if before is None or before[0] != kind:
-                raise self._refuse("set", place, f"to a {kind}")
+                if not manifest.is_record(kind):
+                    raise self._refuse("set", place, f"to a {kind}")
+                self._check_holder(place)
+                self._made[place] = None
+                continue
             for name in before[1]:
                 if name not in names:
                     raise ExportRefused(f"loading removed {self.loaded.path(*place)}.{name}, which cannot be carried")
@@ -102,12 +107,20 @@ class Changes:
         for place, target in self.loaded.aliases.items():
             before = self.built.aliases.get(self._before(place))
             same = before == target if isinstance(target, str) else before == self._before(target)
-            if not same:
+            if not same and target not in self._made:
                 where = target if isinstance(target, str) else self.loaded.path(*target)
                 raise self._refuse("set", place, f"to the object at {where or 'the root'}")
         for place in self.loaded.containers:
             if self._before(place) in self.built.aliases:
                 raise self._refuse("gave", place, "an object of its own")
+
+    def records(self) -> Iterator[manifest.Record]:
+        """Helper objects that loading made, and the other places that hold one of them."""
+        for place in self._made:
+            yield manifest.Record(*place, self.loaded.objects[place][0])
+        for place, target in self.loaded.aliases.items():
+            if not isinstance(target, str) and target in self._made:
+                yield manifest.Record(*place, "", *target)
 
     def removed(self) -> Iterator[manifest.Removed]:
         """Names that construction leaves on a module and loading took away, and registered tensors set to None."""
@@ -156,7 +169,7 @@ class Changes:
         for depth in range(1, len(place[1])):
             holder = (place[0], place[1][:depth])
             if holder in self._tensors_now and self._before(holder) not in self._tensors_before:
-                raise self._refuse("set", place, "to a container")
+                raise self._refuse("set", place, "to an object of its own")
 
     def scalars(self) -> Iterator[manifest.ChangedScalar]:
         """Plain values that loading set or changed."""

@@ -89,6 +89,7 @@ def export(model: nn.Module, built: Walk, device: torch.device, known: Known | N
         scalars=tuple(changes.scalars()),
         containers=tuple(changes.containers()),
         names=tuple(changes.names()),
+        records=tuple(changes.records()),
     )
     paths = {id(entry.module): entry.paths[0] for entry in loaded.modules}
     objects = (*(entry.module for entry in loaded.modules), *storages.tensors.values())

@@ -117,4 +117,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
             manifest.Names(draw(module), draw(tables), tuple(draw(st.lists(names, max_size=3))))
             for _ in range(draw(few))
         ),
+        (
+            manifest.Record(draw(module), draw(steps), "triton_kernels.tensor.Tensor"),
+            manifest.Record(draw(module), draw(steps), "", draw(module), draw(steps)),
+        )[: draw(few)],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,6 +38,10 @@ SMALL = Manifest(
     scalars=(manifest.ChangedScalar(0, (("attr", "h"), ("key", 3)), ("dtype", "int8")),),
     containers=(manifest.Container(0, (("attr", "c"),), "builtins.dict", ("a", 1)),),
     names=(manifest.Names(0, "buffer", ("b",)),),
+    records=(
+        manifest.Record(0, (("attr", "r"),), "triton_kernels.tensor.Tensor"),
+        manifest.Record(0, (("attr", "s"),), "", 0, (("attr", "r"),)),
+    ),
 )
 
 
@@ -83,9 +88,10 @@ def test_a_wrong_value_anywhere_is_an_error_or_harmless(new: Any) -> None:
             continue
         assert all(0 <= slot.tensor < len(body.tensors) or slot.external for slot in body.slots)
         assert all(row.offset + row.bytes <= body.bytes for row in body.storages)
-        for row in (*body.slots, *body.removed, *body.scalars, *body.containers, *body.names):
+        for row in (*body.slots, *body.removed, *body.scalars, *body.containers, *body.names, *body.records):
             assert 0 <= row.module < len(body.modules)
-        for row in (*body.slots, *body.scalars, *body.containers):
+        assert all(manifest.is_record(row.cls) or 0 <= row.of < len(body.modules) for row in body.records)
+        for row in (*body.slots, *body.scalars, *body.containers, *body.records):
             assert row.steps
             assert not any(kind == "attr" and is_reserved(str(step)) for kind, step in row.steps)
 
@@ -105,16 +111,24 @@ def test_garbage(data: bytes) -> None:
         decode(data)
 
 
-@pytest.mark.parametrize("schema", [0, 2, None, "1"])
+@pytest.mark.parametrize("schema", [0, 1, 3, None, "2"])
 def test_another_schema_says_so(schema: Any) -> None:
-    with pytest.raises(ProtocolError, match=r"a manifest of schema .*; this version reads 1"):
+    with pytest.raises(ProtocolError, match=r"a manifest of schema .*; this version reads 2"):
         decode(json.dumps(plain() | {"schema": schema}).encode())
 
 
 @pytest.mark.parametrize("depth", [10, 100_000])
 def test_deep_nesting_is_no_crash(depth: int) -> None:
     with pytest.raises(ProtocolError):
-        decode(b'{"schema": 1, "bytes": ' + b"[" * depth + b"]" * depth + b"}")
+        decode(b'{"schema": 2, "bytes": ' + b"[" * depth + b"]" * depth + b"}")
+
+
+@pytest.mark.parametrize("cls", ["builtins.int", "torch.nn.Module", "triton.kernels", "os"])
+def test_only_records_are_made(cls: str) -> None:
+    """A manifest is data: it chooses among classes that are nothing but their attributes."""
+    body = replace(SMALL, records=(manifest.Record(0, (("attr", "r"),), cls),))
+    with pytest.raises(ProtocolError, match="an object that cannot be made"):
+        decode(encode(body))
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from tests.unit.export.trees import Helper, Mode, Pair, Rotary, Slotted, Weight,
 from weightcache import manifest
 from weightcache.engine import rebuild as rebuilding
 from weightcache.errors import AttachFailed, ExportRefused, UnplacedTensor, WeightcacheError
-from weightcache.loader import changes, pack, walk
-from weightcache.loader import export as exporting
+from weightcache.loader import changes, export as exporting, pack, walk
 from weightcache.memory import views
 from weightcache.memory.host import HostMemory, HostWritableRegion
 
@@ -442,6 +441,23 @@ carried(
     lambda m: both(lambda m: m.a.pop(), lambda m: m.b.pop("y"), lambda m: m.b.update(z=fresh(2)))(m),
     without("containers"),
 )
+
+
+def wrap_weights(model: Any) -> None:
+    """As loading leaves MXFP4 experts: the weights in objects of the kernels' own, some of them shared."""
+    layout = Helper(axis=1, shape=[2, 1])
+    model.method.weight = Helper(data=fresh(3), shape=torch.Size([3]), layout=layout, dtype=torch.uint8, scale=None)
+    model.method.parts = {"other": Helper(data=fresh(2), layout=layout)}
+    model.again = model.method.weight
+
+
+@rule("made-records", without("records"))
+@rule("shared-records", without("records", keep=lambda row: row.cls))
+def check_made_records() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "RECORD_PACKAGES", (__name__.partition(".")[0],))
+        way.roundtrip(simple(put("method", lambda: Helper(weight=None)), wrap_weights))
+
 
 # -- what is refused -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from weightcache.engine.rebuild import rebuild
 from weightcache.errors import AttachFailed, ProtocolError
 from weightcache.loader.export import Known, _check_places, _Storages
 from weightcache.loader.walk import FoundModule, FoundTensor, Walk
-from weightcache.manifest import ChangedScalar, Container, Manifest, Names, Removed, Slot, Storage, Tensor
+from weightcache.manifest import ChangedScalar, Container, Manifest, Names, Record, Removed, Slot, Storage, Tensor
 
 
 class Plain(nn.Module):
@@ -225,6 +225,8 @@ def test_a_hostile_manifest_is_not_even_decoded(
         lambda b: {"scalars": (ChangedScalar(0, (("attr", "d"),), ("dtype", "nn")),)},
         lambda b: {"scalars": (ChangedScalar(0, (("attr", "d"),), ("enum", "os:X")),)},
         lambda b: {"containers": (Container(0, (("attr", "d"),), "tests.unit.export.trees.Helper", ()),)},
+        lambda b: {"records": (Record(0, (("attr", "d"),), "triton_kernels.no.Such"),)},
+        lambda b: {"records": (Record(0, (("attr", "_buffers"),), "", 0, (("attr", "a"),)),)},
         lambda b: {"modules": first(b.modules, external="target:a")},
         lambda b: {"modules": (*b.modules, manifest.Module(("x.y.z",), "torch.nn.Module"))},
         lambda b: {"modules": (*b.modules, manifest.Module(("forward",), "builtins.method"))},
