@@ -126,12 +126,14 @@ def engines(snapshot: Snapshot, view: RankView) -> list[Row]:
     rows = []
     for one in attached(status):
         lease, more = one.lease, known.get(one.lease.pid)
+        # A lease is the scheduler's, whose own title says little; the server's command line says which model and port.
+        command = more.launch if more and more.launch else lease.command
         cells = (
             Cell(str(lease.pid), order=float(lease.pid)),
             Cell(words.user(lease.uid)),
             Cell(safe(lease.unit)) if lease.unit else words.NONE,
             Cell(one.uses, "busy" if one.orphan else ""),
-            Cell(words.command(lease.command)) if lease.command else words.NONE,
+            Cell(words.command(command)) if command else words.NONE,
             words.known(snapshot.at - lease.since),
             words.bytes_of(own.get(lease.pid)),
             words.bytes_of(more.resident if more else None),

@@ -25,6 +25,7 @@ NOW = 1_764_513_000.0
 
 GIB = 2**30
 MODEL = "/srv/models/llama-3.1-70b-instruct-fp8"
+LAUNCH = f"/opt/sglang/bin/python -m sglang.launch_server --model-path {MODEL} --tp-size 8 --port 30000"
 
 
 def fingerprint(**changes: Any) -> Fingerprint:
@@ -187,7 +188,7 @@ def snapshot(*ranks: RankView, **changes: Any) -> Snapshot:
         problem="",
         ranks=ranks,
         devices=tuple(device(rank.status.rank) for rank in ranks),
-        engines=(Engine(41700, NOW - 5460, 6_100_000_000, "sglang.launch_server", 12, 3),),
+        engines=(Engine(41700, NOW - 5460, 6_100_000_000, LAUNCH, 12, 3),),
         events=EVENTS if ranks else (),
     )
     return dataclasses.replace(base, **changes)
@@ -262,6 +263,7 @@ def hostile() -> Snapshot:
     return snapshot(
         view(worse),
         host=HOSTILE[:70],
+        engines=(Engine(41700, NOW - 5460, 6_100_000_000, HOSTILE, 12, 3),),
         driver="[b]580[/b]\x1b[31m",
         problem=HOSTILE,
         devices=(device(name=HOSTILE, processes=[DeviceProcess(41700, HOSTILE, 88_000_000_000)]),),
