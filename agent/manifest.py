@@ -12,6 +12,7 @@ is how tied weights and shared modules stay one object. A table travels as one J
     removed   module, place, name, none                   exists after construction, gone (or None) after loading
     container module, steps, kind, keys                   list, tuple, dict or set that loading made or resized
     record    module, steps, cls, of, at                  helper object that loading made, or one that is elsewhere too
+    switch    place, name, key, value                     value in a dictionary of SWITCHES, outside the model
     scalar    module, steps, value                        changed by loading
     names     module, place, names                        the order of names, where loading changed it
 """
@@ -39,7 +40,13 @@ PARAMETER, BUFFER, TRANSIENT_BUFFER, ATTRIBUTE = "parameter", "buffer", "transie
 PLACES = (PARAMETER, BUFFER, TRANSIENT_BUFFER, ATTRIBUTE)
 
 RECORD_PACKAGES = ("triton_kernels",)
-"""Packages whose objects are nothing but their attributes: an engine may make them, and imports their classes by name."""
+"""Packages whose objects are nothing but their attributes: an engine makes them, and imports their classes by name."""
+
+SWITCHES = (
+    ("triton_kernels.matmul_ogs_details.opt_flags", "_opt_flags_constraints"),
+    ("triton_kernels.matmul_details.opt_flags", "_opt_flags_constraints"),
+)
+"""Dictionaries of plain values outside every model, as (module, name), that loading writes into."""
 
 Step = tuple[str, str | int]
 """One step from a module to a value: ("attr", name), ("item", index) or ("key", key)."""
@@ -126,6 +133,15 @@ class Record(NamedTuple):
     at: tuple[Step, ...] = ()
 
 
+class Switch(NamedTuple):
+    """A value in the dictionary ``name`` of the Python module ``place``, one of SWITCHES."""
+
+    place: str
+    name: str
+    key: str
+    value: Scalar
+
+
 class ChangedScalar(NamedTuple):
     """A plain value on a module or one of its helper objects that loading changed."""
 
@@ -157,6 +173,7 @@ class Manifest:
     containers: tuple[Container, ...] = ()
     names: tuple[Names, ...] = ()
     records: tuple[Record, ...] = ()
+    switches: tuple[Switch, ...] = ()
 
     @property
     def private_bytes(self) -> int:
@@ -294,6 +311,7 @@ _TABLES: dict[str, _Table] = {
     "containers": _Table(Container, (_INT, _steps, _TEXT, _lists_of(str, int))),
     "names": _Table(Names, (_INT, _TEXT, _TEXTS)),
     "records": _Table(Record, (_INT, _steps, _TEXT, _INT, _steps)),
+    "switches": _Table(Switch, (_TEXT, _TEXT, _TEXT, _scalars)),
 }
 
 
@@ -335,6 +353,9 @@ def _check(manifest: Manifest) -> None:
     for record in manifest.records:
         if not (is_record(record.cls) if record.cls else 0 <= record.of < len(manifest.modules) and record.at):
             raise ValueError(f"an object that cannot be made: {record}")
+    for switch in manifest.switches:
+        if (switch.place, switch.name) not in SWITCHES:
+            raise ValueError(f"an unknown switch: {switch}")
     for slot in manifest.slots:
         if slot.place not in PLACES or not slot.steps:
             raise ValueError(f"an unknown place {slot.place!r}")

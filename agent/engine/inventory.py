@@ -14,7 +14,7 @@ from torch import nn
 from weightcache.engine import adapter, methods
 from weightcache.engine.observe import capability, role_of
 from weightcache.loader.changes import dtype_name
-from weightcache.loader.walk import Walk, class_name, walk
+from weightcache.loader.walk import Walk, class_name, switches, walk
 from weightcache.manifest import ATTRIBUTE
 from weightcache.parity import inventory as records
 from weightcache.parity.inventory import Inventory, TensorRow
@@ -112,6 +112,7 @@ def _values(found: Walk) -> dict[str, str]:
         rows[found.path(*place)] = f"{kind} {sorted(names)!r}"
     for place, target in found.aliases.items():
         rows[found.path(*place)] = f"-> {target if isinstance(target, str) else found.path(*target)}"
+    rows |= {f"{switch.place}.{switch.name}[{switch.key!r}]": repr(switch.value) for switch in switches()}
     for (module, table), names in found.names.items():
         # The order of plain attributes means nothing.
         shown = tuple(sorted(names)) if table == ATTRIBUTE else names

@@ -59,7 +59,16 @@ def rebuild(
     try:
         private = copy_private(body, base) if private is None else private
         return _Builder(model, body, base, others or {}, private).run()
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, RuntimeError, OverflowError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        IndexError,
+        RuntimeError,
+        OverflowError,
+        ImportError,
+    ) as error:
         raise AttachFailed(f"the model does not fit the manifest: {type(error).__name__}: {error}") from error
 
 
@@ -83,8 +92,11 @@ class _Builder:
 
     def run(self) -> Rebuilt:
         self._resolve_modules()
-        # What holds others comes first.
-        for made in sorted((*self.body.records, *self.body.containers), key=lambda row: len(row.steps)):
+        for switch in self.body.switches:
+            getattr(importlib.import_module(switch.place), switch.name)[switch.key] = switch.value
+        rows: list[manifest.Record | manifest.Container] = [*self.body.records, *self.body.containers]
+        rows.sort(key=lambda row: len(row.steps))  # what holds others comes first
+        for made in rows:
             if isinstance(made, manifest.Container):
                 self._contain(made)
             elif made.cls:

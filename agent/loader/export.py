@@ -16,7 +16,7 @@ from torch import nn
 from weightcache import manifest
 from weightcache.errors import ExportRefused, UnplacedTensor
 from weightcache.loader.changes import Changes, dtype_name
-from weightcache.loader.walk import FoundTensor, Walk, class_name, walk
+from weightcache.loader.walk import FoundTensor, Walk, class_name, switches, walk
 from weightcache.manifest import Manifest
 
 
@@ -90,6 +90,7 @@ def export(model: nn.Module, built: Walk, device: torch.device, known: Known | N
         containers=tuple(changes.containers()),
         names=tuple(changes.names()),
         records=tuple(changes.records()),
+        switches=tuple(switches()),
     )
     paths = {id(entry.module): entry.paths[0] for entry in loaded.modules}
     objects = (*(entry.module for entry in loaded.modules), *storages.tensors.values())

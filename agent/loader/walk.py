@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import sys
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -135,6 +136,14 @@ def find_modules(model: nn.Module) -> list[FoundModule]:
         children = [(child, f"{path}.{name}" if path else name) for name, child in module._modules.items()]
         pending += [(child, path) for child, path in reversed(children) if child is not None]
     return [FoundModule(module, tuple(paths[id(module)])) for module in order]
+
+
+def switches() -> Iterator[manifest.Switch]:
+    """The values of manifest.SWITCHES in this process, as far as their modules are loaded."""
+    for place, name in manifest.SWITCHES:
+        held = getattr(sys.modules.get(place), name, {})
+        for key, value in sorted(held.items()):
+            yield manifest.Switch(place, name, key, value)
 
 
 class _Visitor:

@@ -121,4 +121,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
             manifest.Record(draw(module), draw(steps), "triton_kernels.tensor.Tensor"),
             manifest.Record(draw(module), draw(steps), "", draw(module), draw(steps)),
         )[: draw(few)],
+        tuple(
+            manifest.Switch(*draw(st.sampled_from(manifest.SWITCHES)), draw(names), draw(scalars))
+            for _ in range(draw(few))
+        ),
     )

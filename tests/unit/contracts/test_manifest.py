@@ -42,6 +42,7 @@ SMALL = Manifest(
         manifest.Record(0, (("attr", "r"),), "triton_kernels.tensor.Tensor"),
         manifest.Record(0, (("attr", "s"),), "", 0, (("attr", "r"),)),
     ),
+    switches=(manifest.Switch(*manifest.SWITCHES[0], "split_k", 1),),
 )
 
 
@@ -129,6 +130,12 @@ def test_only_records_are_made(cls: str) -> None:
     body = replace(SMALL, records=(manifest.Record(0, (("attr", "r"),), cls),))
     with pytest.raises(ProtocolError, match="an object that cannot be made"):
         decode(encode(body))
+
+
+@pytest.mark.parametrize("switch", [("os", "environ"), ("sys", "modules"), (manifest.SWITCHES[0][0], "other")])
+def test_only_known_switches_are_set(switch: tuple[str, str]) -> None:
+    with pytest.raises(ProtocolError, match="an unknown switch"):
+        decode(encode(replace(SMALL, switches=(manifest.Switch(*switch, "a", 1),))))
 
 
 @pytest.mark.parametrize(

@@ -459,6 +459,22 @@ def check_made_records() -> None:
         way.roundtrip(simple(put("method", lambda: Helper(weight=None)), wrap_weights))
 
 
+@rule("switches", replacing(exporting, "switches", lambda: iter(())))
+def check_switches() -> None:
+    """Loading sets one in a module of Python's, which an engine has without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "SWITCHES", ((__name__, "CONSTRAINTS"),))
+        patch.setitem(CONSTRAINTS, "split_k", 1)
+        make = simple(nothing)
+        published = way.publish(make)
+        patch.delitem(CONSTRAINTS, "split_k")
+        way.attach(published, make).check()
+        assert CONSTRAINTS.pop("split_k") == 1
+
+
+CONSTRAINTS: dict[str, int] = {}
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -755,7 +771,7 @@ def check_built_keeps_nothing() -> None:
 
 
 @rule("what-only-rebalancing-reads-stays-out", replacing(walk, "LEFT_OUT", frozenset()))
-def check_left_out() -> None:
+def check_rebalancing() -> None:
     model = simple(nothing, put("routed_experts_weights_of_layer", lambda: Helper(w=fresh(2))))()
     assert "routed_experts" not in repr(way.exported(model).manifest)
 
