@@ -58,8 +58,9 @@ def test_the_checkpoint_is_what_sglang_reads(report: dict[str, Any]) -> None:
 
 
 def test_nothing_is_lost(report: dict[str, Any]) -> None:
-    if "triton_kernels" in report["error"]:
-        pytest.skip("triton_kernels comes with sglang-kernel, which has 380 MB of GPU code")
+    for package in KINDS[report["kind"].partition("/")[0]].needs:
+        if report["error"] == f"ModuleNotFoundError: No module named '{package}'":
+            pytest.skip(f"{package} comes with 380 MB of GPU code")
     assert report["error"] == ""
     assert report["deviations"] == []
     assert report["carried"] >= 10

@@ -24,8 +24,8 @@ from tests.models.formats import Format, Tensors
 class Kind:
     """``proves`` says what a comparison of it shows; ``capability`` is the least compute capability of a GPU for it.
 
-    ``on_cpu``: SGLang's CPU engine serves it without kernels that no registry has. ``needs``: packages beyond SGLang,
-    sgl_kernel and Triton, without which SGLang refuses it on a GPU.
+    ``on_cpu``: SGLang's CPU engine serves it without kernels that no registry has. ``needs``: packages that only a GPU's
+    environment has (triton_kernels comes in the wheel of sglang-kernel), and without which it does not even load.
     """
 
     proves: str
@@ -80,7 +80,7 @@ KINDS: dict[str, Kind] = {
     "dense": Kind("bfloat16", families.dense, on_cpu=True),
     "tied": Kind("one tensor under two names", lambda: families.dense(tied=True), on_cpu=True),
     "moe": Kind("fused experts", families.moe, on_cpu=True),
-    "mla": Kind("matrices that loading derives from kv_b_proj", families.mla, on_cpu=True),
+    "mla": Kind("matrices that loading derives from kv_b_proj", families.mla),
     "fp8-block": Kind("blocks of 128 by 128", families.dense, formats.fp8_block),
     "fp8-block-moe": Kind("the same in experts", families.moe, formats.fp8_block),
     "fp8-block-mla": Kind("the same, and what is derived from it", families.mla, formats.fp8_block),
