@@ -24,8 +24,8 @@ from tests.models.formats import Format, Tensors
 class Kind:
     """``proves`` says what a comparison of it shows; ``capability`` is the least compute capability of a GPU for it.
 
-    ``on_cpu``: SGLang's CPU engine serves it without kernels that no registry has. ``needs``: packages that only a GPU's
-    environment has (triton_kernels comes in the wheel of sglang-kernel), and without which it does not even load.
+    ``on_cpu``: SGLang's CPU engine serves it without kernels that no registry has. ``needs``: packages that a GPU's
+    environment has alone (triton_kernels comes in the wheel of sglang-kernel), and without which it does not even load.
     """
 
     proves: str
