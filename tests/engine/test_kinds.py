@@ -16,7 +16,6 @@ from tests.models.companions import DRAFTS
 from tests.models.kinds import KINDS
 from tests.support.environments import REPOSITORY, engine_variables, environments
 
-VERSION = "0.5.17"
 NOT_FROM_THE_CHECKPOINT = {
     "mamba": (".q_norm.weight", ".k_norm.weight"),  # made, and never used
     "fp8-block-mla": (".k_scale", ".v_scale"),  # where a checkpoint has none, they are one
@@ -28,10 +27,10 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, Any]:
-    """What tests/models/check.py says about each kind."""
+def reports(sglang_version: str) -> dict[str, Any]:
+    """What tests/models/check.py says about each kind with one release of SGLang."""
     done = subprocess.run(
-        [environments().engine(VERSION), "-m", "tests.models.check"],
+        [environments().engine(sglang_version), "-m", "tests.models.check"],
         cwd=REPOSITORY,
         env={**engine_variables(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -44,7 +43,7 @@ def reports() -> dict[str, Any]:
     return {report["kind"]: report for report in found}
 
 
-@pytest.fixture(params=[pytest.param(name, id=f"{VERSION}-{name}") for name in NAMES])
+@pytest.fixture(params=NAMES)
 def report(request: pytest.FixtureRequest, reports: dict[str, Any]) -> Any:
     """The report of one kind."""
     return reports[request.param]

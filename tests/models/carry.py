@@ -38,6 +38,11 @@ def _to_fp8(
     return (values.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
+def _rows_to_fp8(values: torch.Tensor, group: int, **_options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    assert group == values.shape[-1]
+    return _to_fp8(values, use_per_token_if_dynamic=True)
+
+
 _QUANTIZATION = "sglang.srt.layers.quantization"
 _KERNELS = "sglang.srt.hardware_backend.gpu.quantization"
 STAND_INS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
@@ -46,6 +51,7 @@ STAND_INS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_wNa16", "gptq_marlin_repack", _gptq_repack),
     (f"{_QUANTIZATION}.utils", "scaled_fp8_quant", _to_fp8),
     (f"{_QUANTIZATION}.fp8", "scaled_fp8_quant", _to_fp8),
+    (f"{_QUANTIZATION}.fp8", "per_token_group_quant_fp8", _rows_to_fp8),
 )
 
 

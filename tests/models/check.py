@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import inspect
 import json
 import os
 import socket
@@ -101,18 +102,21 @@ def _one_thread() -> Iterator[None]:
 
 def configure(model: Path, options: Sequence[str]) -> tuple[Any, Any]:
     """SGLang's state of this process for the checkpoint ``model``; the configurations of its model and its loading."""
+    from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
-    from sglang.srt.runtime_context import publish
     from sglang.srt.server_args import prepare_server_args
 
     with Elsewhere("cpu"):
         server_args = prepare_server_args(["--model-path", str(model), *ARGUMENTS, *options])
-        publish(server_args, role="check")
+        # 0.5.23 wants to know which process of the launch this is.
+        ranks = getattr(runtime_context, "SpawnRanks", None)
+        place = {"ranks": ranks(world_rank=0, gpu_id=0)} if ranks else {}
+        runtime_context.publish(server_args, role="weight_cache_daemon", **place)
         config = ModelConfig.from_server_args(server_args)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -121,9 +125,9 @@ def configure(model: Path, options: Sequence[str]) -> tuple[Any, Any]:
             world_size=1, rank=0, distributed_init_method=address, local_rank=0, backend="gloo"
         )
         initialize_model_parallel()
-        initialize_dp_attention(server_args, config)
-        initialize_moe_config(server_args)
-        initialize_fp8_gemm_config(server_args)
+        for initialize in (initialize_dp_attention, initialize_moe_config, initialize_fp8_gemm_config):
+            taken = len(inspect.signature(initialize).parameters)  # releases differ
+            initialize(*(server_args, config)[:taken])
     return config, LoadConfig()
 
 

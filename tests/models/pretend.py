@@ -21,7 +21,7 @@ import triton
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 
-KERNELS = ("sgl_kernel", "flashinfer", "vllm")
+KERNELS = ("sgl_kernel", "flashinfer", "vllm", "cutlass")
 """Packages of which SGLang's CUDA code imports names. They are not called here."""
 
 _H200 = types.SimpleNamespace(
