@@ -109,6 +109,23 @@ def build_on_meta(model_config: Any, load_config: Any) -> nn.Module:
 
 
 @contextmanager
+def apart() -> Iterator[None]:
+    """Models that are constructed inside the block share no module with those of before.
+
+    SGLang makes a rotary embedding once for equal parameters: a second model would get that of the first.
+    """
+    from sglang.srt.layers.rotary_embedding import factory
+
+    kept = dict(factory._ROPE_DICT)
+    factory._ROPE_DICT.clear()
+    try:
+        yield
+    finally:
+        factory._ROPE_DICT.clear()
+        factory._ROPE_DICT.update(kept)
+
+
+@contextmanager
 def after_construction(callback: Callable[[nn.Module], None]) -> Iterator[None]:
     """Call ``callback`` with every model that a loader constructs inside the block, before it loads any weight."""
     from sglang.srt.model_loader import loader

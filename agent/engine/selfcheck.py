@@ -28,7 +28,8 @@ def prepare(model: nn.Module, build: Callable[[], nn.Module]) -> Check:
     loaded = _inventory(model)
 
     def check(body: Manifest, base: torch.Tensor) -> None:
-        rebuilt = build()
+        with adapter.apart():
+            rebuilt = build()
         try:
             rebuild(rebuilt, body, base)
         except WeightcacheError as error:

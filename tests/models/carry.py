@@ -55,13 +55,6 @@ STAND_INS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 )
 
 
-def _forget_rotary() -> None:
-    """SGLang makes each rotary embedding once a process: a second model would get that of the first."""
-    from sglang.srt.layers.rotary_embedding import factory
-
-    factory._ROPE_DICT.clear()
-
-
 def carry(config: Any, load: Any) -> tuple[int, list[str]]:
     """How many tensors the loaded model has, and in what the rebuilt one differs. Raises WeightcacheError."""
     from sglang.srt.configs.device_config import DeviceConfig
@@ -76,12 +69,15 @@ def carry(config: Any, load: Any) -> tuple[int, list[str]]:
     from weightcache.memory import arena_sizes, open_memory
     from weightcache.parity.inventory import compare
 
-    _forget_rotary()
     for module, name, stand_in in STAND_INS:
         setattr(importlib.import_module(module), name, stand_in)
     loader = get_model_loader(load_config=load, model_config=config)
     built: list[Walk] = []
-    with Elsewhere("cpu"), adapter.after_construction(lambda model: built.append(walk(model).without_tensors())):
+    with (
+        adapter.apart(),
+        Elsewhere("cpu"),
+        adapter.after_construction(lambda model: built.append(walk(model).without_tensors())),
+    ):
         loaded = loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
     disk = inventory.take(loaded, "target", 0, adapter.version(), "")
     exported = export(loaded, built[0], torch.device("cpu"))
@@ -90,8 +86,7 @@ def carry(config: Any, load: Any) -> tuple[int, list[str]]:
     arenas = arena_sizes(body.bytes, memory.granularity, 0)
     region = memory.reserve(sum(arenas))
     pack(exported, region, arenas, keep_private=False)
-    _forget_rotary()
-    with Elsewhere("meta"):
+    with adapter.apart(), Elsewhere("meta"):
         fresh = adapter.build_on_meta(config, load)
     rebuild(fresh, body, region.bytes_at(0, body.bytes))
     attached = inventory.take(fresh.eval(), "target", 0, adapter.version(), "")

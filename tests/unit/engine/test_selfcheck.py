@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -24,8 +25,10 @@ from weightcache.memory.host import HostMemory
 
 
 @pytest.fixture(autouse=True)
-def rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang would say."""
     monkeypatch.setattr(adapter, "global_rank", lambda: 0)
+    monkeypatch.setattr(adapter, "apart", contextlib.nullcontext)
 
 
 def on_meta() -> nn.Module:
