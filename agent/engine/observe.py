@@ -100,7 +100,7 @@ def capability(device: torch.device) -> str:
     """The compute capability such as ``9.0``; empty on a CPU."""
     if device.type != "cuda":
         return ""
-    major, minor = torch.cuda.get_devicecapability(device)
+    major, minor = torch.cuda.get_device_capability(device)
     return f"{major}.{minor}"
 
 

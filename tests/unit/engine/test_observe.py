@@ -187,3 +187,9 @@ def test_roles(draft: bool, index: int | None, role: str) -> None:
     config = SimpleNamespace(is_draft_model=draft)
     assert observe.role_of(config, SimpleNamespace(draft_model_idx=index)) == role
     assert observe.role_of(SimpleNamespace(), SimpleNamespace()) == "target"
+
+
+def test_the_capability_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    assert observe.capability(torch.device("cuda", 0)) == "9.0"
+    assert observe.capability(torch.device("cpu")) == ""
