@@ -15,7 +15,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from weightcache import records
+from weightcache import manifest, records
 from weightcache.errors import ProtocolError
 from weightcache.memory import memfd
 from weightcache.server.app import RECORD_SCHEMA
@@ -91,6 +91,9 @@ def _complete(set_id: str, named: dict[str, int]) -> Complete:
     if schema != RECORD_SCHEMA:
         raise ProtocolError(f"its record has schema {str(schema)[:40]}, this version reads {RECORD_SCHEMA}")
     record = records.from_plain(Record, body)
+    if (made := record.info.fingerprint.schema) != manifest.SCHEMA:
+        # No engine of this version would take it, and nothing could be loaded beside it.
+        raise ProtocolError(f"its manifest has schema {made}, engines of this version read {manifest.SCHEMA}")
     if record.id != set_id:
         raise ProtocolError(f"its record belongs to set {record.id[:40]}")
     names = [f"{set_id}.{number}" for number in range(1 + len(record.info.arenas))]

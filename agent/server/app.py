@@ -118,7 +118,7 @@ class Agent:
                 drained=self.drained is not None,
                 damaged=any(s.damage for s in self.sets),
                 loading=self.production is not None,
-                resident=len(self.sets) > 0,
+                resident=self.sets.newest("target") is not None,  # drafts alone serve nobody
                 failed=self.error is not None,
             )
         )

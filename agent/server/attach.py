@@ -176,8 +176,8 @@ def _same_donor(production: Production, connection: Connection, request: Attach)
 
 def _load_for(agent: Agent, request: Attach, configured: str) -> Production:
     """Start the configured load, unless it is plain already that it cannot give what the engine needs."""
-    others = ", ".join(sorted({s.info.role for s in agent.sets}))
-    if others:
+    if agent.sets.newest("target"):
+        others = ", ".join(sorted({s.info.role for s in agent.sets}))
         dropped = any(not agent.sets.whole(s) for s in agent.sets)
         hint = "; a set of their load was dropped, `wcache load` loads all of them again" * dropped
         raise Empty(f"rank {agent.settings.rank} holds no {request.role[:40]} weights, only: {others}{hint}")

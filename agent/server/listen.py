@@ -123,16 +123,24 @@ def _give(path: Path, gid: int) -> None:
 
 
 def let_in(path: Path, uid: int) -> None:
-    """Let one user more connect to ``path``: an entry beside its owner and its group (acl(5))."""
-    mode = stat.S_IMODE(path.stat().st_mode)
-    owner, group, others, both = mode >> 6, mode >> 3 & 7, mode & 7, 6
-    # From linux/posix_acl_xattr.h: tag (owner, a user, group, the most that the two have, others), rights, id.
-    entries = ((1, owner, None), (2, both, uid), (4, group, None), (16, group | both, None), (32, others, None))
-    packed = (struct.pack("<HHI", tag, rights, _ACL_NOBODY if of is None else of) for tag, rights, of in entries)
+    """Let one user more connect to ``path``."""
     try:
-        os.setxattr(path, _ACL, struct.pack("<I", _ACL_VERSION) + b"".join(packed))
+        allow(path, uid, os.R_OK | os.W_OK)
     except OSError as error:  # a file system without such entries
         log.warning("cannot let uid %d connect to %s: %s", uid, path, error.strerror)
+
+
+def allow(file: Path | int, uid: int, rights: int) -> None:
+    """Give one user more ``rights`` (R_OK, W_OK) to ``file``: an entry beside its owner and its group (acl(5)).
+
+    The file's mode has to be final. Raises OSError, also where the file system has no such entries.
+    """
+    mode = stat.S_IMODE(os.stat(file).st_mode)
+    owner, group, others = mode >> 6, mode >> 3 & 7, mode & 7
+    # From linux/posix_acl_xattr.h: tag (owner, a user, group, the most that the two have, others), rights, id.
+    entries = ((1, owner, None), (2, rights, uid), (4, group, None), (16, group | rights, None), (32, others, None))
+    packed = (struct.pack("<HHI", tag, given, _ACL_NOBODY if of is None else of) for tag, given, of in entries)
+    os.setxattr(file, _ACL, struct.pack("<I", _ACL_VERSION) + b"".join(packed))
 
 
 def _clear(path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, TypeVar
 
 from weightcache import records
+from weightcache.server import listen
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,19 +16,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def replace(path: Path, text: str, mode: int = 0o644, gid: int | None = None) -> None:
-    """Write ``text`` to ``path`` so that a reader sees the old file or the new one, never half of one."""
+def replace(path: Path, text: str, mode: int = 0o644, gid: int | None = None, reader: int | None = None) -> None:
+    """Write ``text`` to ``path`` so that a reader sees the old file or the new one, never half of one.
+
+    ``reader``: a user that may read it beside those whom ``mode`` and ``gid`` let.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with open(fd, "w", encoding="utf-8") as file:
             file.write(text)
+            # Where one of the two fails, fewer may read it than was meant, which is no reason to write nothing.
             if gid is not None:
-                with contextlib.suppress(
-                    OSError
-                ):  # fewer may read it than was meant, which is no reason to write nothing
+                with contextlib.suppress(OSError):
                     os.fchown(file.fileno(), -1, gid)
             os.fchmod(file.fileno(), mode)
+            if reader is not None:
+                with contextlib.suppress(OSError):
+                    listen.allow(file.fileno(), reader, os.R_OK)
         temporary.rename(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcache import transport
+from weightcache import commands, transport
 
 # From asm-generic/socket.h, Linux 6.5; Python 3.11 has no name for it.
 _SO_PEERPIDFD = 77
@@ -73,10 +73,11 @@ def _at_end(sock: socket.socket) -> bool:
 
 
 def command_of(pid: int) -> str:
-    """The command line of ``pid`` as one harmless line of at most 200 characters."""
-    raw = _read(pid, "cmdline").rstrip(b"\0").replace(b"\0", b" ")
-    text = raw[: 4 * _COMMAND_LENGTH].decode("utf-8", "replace")[:_COMMAND_LENGTH]
-    return "".join(char if char.isprintable() else "?" for char in text)
+    """The command line of ``pid`` as one harmless line of at most 200 characters, without secrets."""
+    # A title that was written over the arguments leaves the rest of them empty.
+    words = _read(pid, "cmdline").rstrip(b"\0").decode("utf-8", "replace").split("\0")
+    text = commands.shown(words) if words != [""] else ""
+    return "".join(char if char.isprintable() else "?" for char in text[:_COMMAND_LENGTH])
 
 
 def unit_of(pid: int) -> str:

@@ -6,17 +6,25 @@ import dataclasses
 import hashlib
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import weightcache
 from weightcache import protocol, transport
-from weightcache.protocol import LoadProgress, RankReport, RankStatus, SetStatus, Welcome
+from weightcache.protocol import LoadProgress, Observed, RankReport, RankStatus, SetStatus, Welcome
 
 if TYPE_CHECKING:
     from weightcache.server.app import Agent
     from weightcache.server.sets import ResidentSet
 
+T = TypeVar("T")
+
 _SHOWN_LEASES = 20
+_LONGEST_PATH = 4096
+_BARE_SETS = 5
+_BARE_TEXT = 40
+"""Characters of twelve bytes each at most; a GPU's UUID has so many."""
+
+_LARGEST = 2**63 - 1
 
 
 def welcome(agent: Agent) -> Welcome:
@@ -96,18 +104,59 @@ def _set(resident: ResidentSet) -> SetStatus:
         bytes_read=info.bytes_read,
         leases=tuple(lease.status for lease in resident.leases.values()),
         suspect=resident.suspect[:500],
+        leases_total=len(resident.leases),
     )
 
 
 def report(agent: Agent, reserved: int = 0) -> RankReport:
-    """The answer to Status; of very many leases, as many as a packet carries beside ``reserved`` other bytes."""
-    whole = RankReport(status(agent))
-    if len(protocol.encode(whole)) <= transport.MAX_PACKET - reserved:
-        return whole
-    short = dataclasses.replace(
-        whole.status,
-        sets=tuple(dataclasses.replace(s, leases=s.leases[:_SHOWN_LEASES]) for s in whole.status.sets),
-        orphans=whole.status.orphans[:_SHOWN_LEASES],
-        refusals=(),
-    )
-    return RankReport(short)
+    """The answer to Status, or to Watch, where ``reserved`` bytes are for events: as much as the packet carries."""
+    return RankReport(fitting(status(agent), transport.MAX_PACKET - reserved))
+
+
+def fitting(whole: RankStatus, room: int) -> RankStatus:
+    """``whole``, or as little less of it as makes a packet of at most ``room`` bytes (96 KiB are always enough)."""
+    found = whole
+    for shortened in _LADDER:
+        # An Observed is the larger one of the two answers.
+        if len(protocol.encode(Observed(found, ()))) <= room:
+            break
+        found = shortened(found)
+    return found
+
+
+def _without_refusals(status: RankStatus) -> RankStatus:
+    return dataclasses.replace(status, refusals=())
+
+
+def _with_few_leases(status: RankStatus) -> RankStatus:
+    sets = tuple(dataclasses.replace(entry, leases=entry.leases[-_SHOWN_LEASES:]) for entry in status.sets)
+    return dataclasses.replace(status, sets=sets, orphans=status.orphans[-_SHOWN_LEASES:])
+
+
+def _with_paths(status: RankStatus) -> RankStatus:
+    # A launcher compares paths, which thus have to be whole; what is longer describes.
+    return _clipped(status, _LONGEST_PATH)
+
+
+def _bare(status: RankStatus) -> RankStatus:
+    sets = tuple(dataclasses.replace(entry, leases=()) for entry in status.sets[-_BARE_SETS:])
+    return _clipped(dataclasses.replace(status, sets=sets, orphans=()), _BARE_TEXT)
+
+
+_LADDER = (_without_refusals, _with_few_leases, _with_paths, _bare)
+"""From what is missed least to what always fits."""
+
+
+def _clipped(value: T, longest: int) -> T:
+    """``value`` with texts of at most ``longest`` characters and numbers of at most 64 bits, however deep they are."""
+    clipped: Any = value
+    if isinstance(value, str) and len(value) > longest:
+        clipped = value[: longest - 3] + "..."
+    elif isinstance(value, int):
+        clipped = max(min(value, _LARGEST), -_LARGEST)
+    elif isinstance(value, tuple):
+        clipped = tuple(_clipped(item, longest) for item in value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _clipped(getattr(value, field.name), longest) for field in dataclasses.fields(value)}
+        clipped = dataclasses.replace(value, **fields)
+    return cast("T", clipped)

@@ -65,7 +65,7 @@ class Server:
         status = StatusFile(agent)
         agent.adopt(adopted.complete for adopted in adoption.sets)
         agent.dispose(adoption.fds)
-        load = agent.recover() and self.settings.load and not len(agent.sets)
+        load = agent.recover() and self.settings.load and agent.sets.newest("target") is None
         doors.serve(agent)
         if adoption.sets:  # whoever uses them has renewed its lease by then
             loop.call_later(SETTLE_SECONDS, agent.settle)

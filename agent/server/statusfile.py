@@ -44,7 +44,7 @@ class StatusFile:
         try:
             text = json.dumps(records.to_plain(status), indent=1) + "\n"
             mode = 0o644 if settings.gid is None else 0o640
-            markers.replace(settings.paths.status_file, text, mode, settings.gid)
+            markers.replace(settings.paths.status_file, text, mode, settings.gid, settings.observer)
             self._complained = False
         except OSError as error:
             if not self._complained:

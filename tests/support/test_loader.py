@@ -69,7 +69,7 @@ def fingerprint(**changes: Any) -> Fingerprint:
     numbers = {"schema", "tp_size", "tp_rank", "pp_size", "pp_rank", "dp_size", "ep_size", "ep_rank", "attention_dp"}
     numbers |= {"attention_cp_size", "moe_dp_size"}
     values: dict[str, Any] = {name: 1 if name in numbers else f"a-{name}" for name in kinds}
-    return Fingerprint(**(values | {"role": "target"} | changes))
+    return Fingerprint(**(values | {"role": "target", "schema": manifest.SCHEMA} | changes))
 
 
 def content(sizes: Sequence[int]) -> manifest.Manifest:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.unit.server import made
 from tests.unit.server.made import commit, entries, names, record_text
+from weightcache import manifest
 from weightcache.memory import memfd
 from weightcache.server import adopt
 from weightcache.server.adopt import Adoption
@@ -146,6 +147,9 @@ BAD_RECORDS: dict[str, Callable[[Complete], bytes]] = {
     "no object": lambda _: b"{}",
     "a later schema": lambda c: record_text(c, schema=2),
     "a schema that is no number": lambda c: record_text(c, schema=True),
+    "a manifest that engines do not read": lambda c: record_text(c).replace(
+        f'"schema": {manifest.SCHEMA}, "role"'.encode(), f'"schema": {manifest.SCHEMA + 1}, "role"'.encode()
+    ),
     "without companions": without("companions"),
     "without a description": without("info"),
     "an unknown field": lambda c: record_text(c, more=1),
