@@ -47,7 +47,10 @@ class LeaseStatus:
 
 @dataclass(frozen=True, slots=True)
 class SetStatus:
-    """A resident weight set. ``version`` counts from 1 for each role; ``suspect`` says why it is being examined."""
+    """A resident weight set. ``version`` counts from 1 for each role; ``suspect`` says why it is being examined.
+
+    ``leases`` are all ``leases_total``, or the newest of more than a packet carries.
+    """
 
     id: str
     role: str
@@ -64,6 +67,12 @@ class SetStatus:
     bytes_read: int
     leases: tuple[LeaseStatus, ...]
     suspect: str = ""
+    leases_total: int = 0
+
+    @property
+    def unnamed(self) -> int:
+        """How many leases there are beside ``leases``."""
+        return max(self.leases_total - len(self.leases), 0)
 
 
 @dataclass(frozen=True, slots=True)

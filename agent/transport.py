@@ -99,7 +99,10 @@ def connect(path: Path | str, deadline: float) -> socket.socket:
     A full backlog makes connect() fail with EAGAIN, which is retried until the deadline (asyncio's sock_connect
     would report success there). Raises AgentUnavailable, or PermissionRefused where the socket's mode forbids it.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:  # no descriptor is left
+        raise AgentUnavailable(f"cannot connect to {path} ({os.strerror(error.errno or errno.EIO)})") from None
     try:
         while True:
             left = deadline - time.monotonic()

@@ -78,7 +78,7 @@ def _lines(views: list[RankView], units: Units) -> list[str]:
 
 def _row(view: RankView) -> tuple[str, ...]:
     status = view.status
-    leases = sum(len(entry.leases) for entry in status.sets) + len(status.orphans)
+    leases = sum(len(entry.leases) + entry.unnamed for entry in status.sets) + len(status.orphans)
     newest = max((entry.published_at for entry in status.sets), default=None)
     return (
         str(status.rank),

@@ -81,12 +81,12 @@ class Feed:
             before, seconds = self._view, self._seconds
             try:
                 self._listen(seconds)
-            except WeightcacheError as error:
+            except Exception as error:  # noqa: BLE001 - without this thread the last numbers would stay, as if true
                 if self._closing.is_set() or self._seconds != seconds:  # interrupted
                     continue
                 if self._view is not before:  # it had answered
                     delay = FIRST_RETRY_SECONDS
-                self._heard(self._without_agent(error), ())
+                self._heard(self._without_agent(self._reason(error)), ())
                 self._closing.wait(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
 
@@ -126,12 +126,17 @@ class Feed:
             if self._agent is not None:
                 self._agent.sock.shutdown(socket.SHUT_RDWR)
 
+    def _reason(self, error: Exception) -> WeightcacheError:
+        if isinstance(error, WeightcacheError):
+            return error
+        return AgentUnavailable(f"rank {self.rank} cannot be observed ({type(error).__name__}: {error})")
+
     def _without_agent(self, error: WeightcacheError) -> RankView:
         found = view.unanswered(self._site, self.rank, error)
-        if self._view is not None and self._view.heard_at > found.heard_at:
-            # An agent that crashed said more to its subscribers than to its file.
-            return dataclasses.replace(found, status=self._view.status, heard_at=self._view.heard_at)
-        return found
+        if self._view is None or _is_later(found, self._view):
+            return found
+        # An agent that crashed said more to its subscribers than to its file.
+        return dataclasses.replace(found, status=self._view.status, heard_at=self._view.heard_at)
 
     def _heard(self, found: RankView, events: tuple[RankEvent, ...]) -> None:
         with self._lock:
@@ -141,3 +146,13 @@ class Feed:
             self._events += (event for event in events if (event.happened.at, event.happened.serial) not in known)
         self.answered.set()
         self._changed()
+
+
+def _is_later(left: RankView, heard: RankView) -> bool:
+    """Whether what an agent left behind is newer than what was heard.
+
+    Within one agent's life the agent says it, as the host's clock may have been set back since.
+    """
+    if left.status.pid == heard.status.pid:
+        return left.status.state == "stopped" or left.status.uptime_seconds >= heard.status.uptime_seconds
+    return left.heard_at >= heard.heard_at

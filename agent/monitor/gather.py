@@ -20,7 +20,7 @@ _GPU = ("GPU-", "MIG-")
 
 
 class Gathering:
-    """A ``Gather``; it never raises. ``patience``: how many seconds the first answer of an engine is waited for."""
+    """A ``Gather``. ``patience``: how many seconds the first answer of an engine is waited for."""
 
     def __init__(
         self,
@@ -36,12 +36,6 @@ class Gathering:
 
     def __call__(self, ranks: Sequence[RankView]) -> Facts:
         """The facts about the devices and the engines of these ranks."""
-        try:
-            return self._facts(ranks)
-        except Exception as error:  # noqa: BLE001 - a thread that nobody watches would end by it
-            return Facts(problem=f"devices and processes could not be looked at ({type(error).__name__}: {error})")
-
-    def _facts(self, ranks: Sequence[RankView]) -> Facts:
         found = self._processes.engines(lease for rank in ranks for lease in _leases(rank))
         engines = self._with_requests(found)
         gpus = dict.fromkeys(rank.status.gpu_uuid for rank in ranks if rank.status.gpu_uuid.startswith(_GPU))

@@ -21,7 +21,7 @@ class Facts:
 
 
 Gather = Callable[[Sequence[RankView]], Facts]
-"""Finds the facts for these ranks; may take its time, or hang in a driver."""
+"""Finds the facts for these ranks; may take its time, hang in a driver, or raise."""
 
 
 class Host:
@@ -68,7 +68,11 @@ class Host:
         while not self._closing.is_set():
             with self._lock:
                 ranks = self._ranks
-            facts = self._gather(ranks)
+            try:
+                facts = self._gather(ranks)
+            except Exception as error:  # noqa: BLE001 - without this thread the last facts would stay, as if true
+                why = f"{type(error).__name__}: {error}"
+                facts = Facts(problem=f"devices and processes could not be looked at ({why})")
             with self._lock:
                 self._facts = facts
             self._gathered.set()

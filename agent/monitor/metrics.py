@@ -118,12 +118,12 @@ def _sets(page: Page, key: tuple[str, ...], status: RankStatus) -> None:
         page.add("weightcache_set_published_timestamp_seconds", of, newest.published_at)
         page.add("weightcache_set_load_seconds", of, newest.load_seconds)
         page.add("weightcache_set_load_bytes", of, newest.bytes_read)
-        page.add("weightcache_leases", of, sum(len(entry.leases) for entry in sets))
+        page.add("weightcache_leases", of, sum(len(entry.leases) + entry.unnamed for entry in sets))
 
 
 def _use(page: Page, key: tuple[str, ...], status: RankStatus, now: float) -> None:
     page.add("weightcache_orphans", key, len(status.orphans))
-    used = any(entry.leases for entry in status.sets)
+    used = any(entry.leases or entry.unnamed for entry in status.sets)
     if last := now if used else status.measured.leased_at:
         page.add("weightcache_last_lease_timestamp_seconds", key, last)
 

@@ -6,13 +6,12 @@ A process that is gone, that nobody may look at, or that has the number of a dea
 from __future__ import annotations
 
 import itertools
-import re
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import psutil
 
+from weightcache.commands import shown
 from weightcache.monitor.snapshot import Engine
 from weightcache.protocol import LeaseStatus
 
@@ -22,13 +21,10 @@ SLACK_SECONDS = 10.0
 ANCESTORS = 3
 """A scheduler is a child of the server, or of its data parallel controller."""
 
-LONGEST_COMMAND = 4000
 KEPT_COMMANDS = 1000
 
 _MODULES = ("sglang.launch_server", "weightcache.launch")
 _SCRIPTS = ("wcache-launch", "launch_server.py")
-_SECRETS = ("--api-key", "--admin-api-key", "--ssl-keyfile-password")
-_SECRET_WORD = re.compile(r"-(?:key|keyfile|password|passwd|secret|credentials?|auth|token)(?:-|$)", re.IGNORECASE)
 _GONE = (psutil.Error, OSError, ValueError)
 
 
@@ -94,24 +90,6 @@ class Processes:
         launch = self._launches.get((pid, started)) or _launch(process)
         own = max(memory.rss - memory.shared, 0)  # pages of arenas count as shared, however they are mapped
         return Found(Engine(pid, started, own, launch.text), launch)
-
-
-def shown(command: Sequence[str]) -> str:
-    """A command line for people: quoted as for a shell, without secrets, of at most LONGEST_COMMAND characters."""
-    words, secret = [], False
-    for word in command:
-        name, equals, _ = word.partition("=")
-        hidden = _is_secret(name)
-        words.append("***" if secret else f"{name}=***" if hidden and equals else shlex.quote(word))
-        secret = hidden and not equals
-    return " ".join(words)[:LONGEST_COMMAND]
-
-
-def _is_secret(name: str) -> bool:
-    if not name.startswith("--"):
-        return False
-    # argparse takes abbreviations.
-    return bool(_SECRET_WORD.search(name)) or (len(name) > 3 and any(option.startswith(name) for option in _SECRETS))
 
 
 def _launch(process: psutil.Process) -> Launch:

@@ -87,7 +87,7 @@ def _last_known(file: Path) -> tuple[RankStatus, float] | None:
         with file.open("rb") as stream:
             data = stream.read(_MAX_STATUS_FILE)
         return records.from_plain(RankStatus, json.loads(data)), file.stat().st_mtime
-    except (OSError, ValueError, RecursionError):
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, it says nothing
         return None
 
 

@@ -45,6 +45,8 @@ def details(view: RankView, now: float, units: Sequence[str] = ()) -> list[str]:
         if entry.suspect:
             lines.append(f"  suspect, and being examined: {escape(entry.suspect)}")
         lines += [f"  {lease_line(lease, now)}" for lease in entry.leases]
+        if entry.unnamed:
+            lines.append(f"  and {count(entry.unnamed, 'engine')} more")
     lines += [f"engine of a set that is gone: {lease_line(lease, now)}" for lease in status.orphans]
     lines += [refusal_line(refusal, now) for refusal in status.refusals[-1:]]
     if status.progress is not None:

@@ -111,7 +111,7 @@ def _set(snapshot: Snapshot, entry: SetStatus) -> tuple[Cell, ...]:
         words.bytes_of(entry.bytes),
         words.number(entry.arenas),
         words.number(entry.tensors),
-        words.number(len({lease.pid for lease in entry.leases})),
+        words.number(len({lease.pid for lease in entry.leases}) + entry.unnamed),
         words.known(snapshot.at - entry.published_at),
         words.known(entry.load_seconds),
     )

@@ -105,6 +105,7 @@ def holders(status: RankStatus) -> str:
     if not status.sets:
         return ""
     users = len({lease.pid for entry in status.sets for lease in entry.leases})
+    users += max(entry.unnamed for entry in status.sets)  # an engine leases one set of each role
     mapped = f"mapped by {text.count(users, 'engine')}" if users else "no process owns them"
     held = {
         "store": "agent and service manager's store",
