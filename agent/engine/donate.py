@@ -96,7 +96,7 @@ def donate(
         return Donation(load(), None, error)
     observed = load_observed(load, inner, fingerprint, publication)
     try:
-        gate.check(observed.model, fingerprint.device_capability)
+        gate.check(observed.model, fingerprint.sglang_version, fingerprint.device_capability)
         produced = produce(
             observed.model,
             observed.built,
@@ -164,12 +164,16 @@ def _check(
 ) -> Check | None:
     """Raise UnsupportedMethod, or return the check that a method without evidence needs."""
     try:
-        gate.check(model, fingerprint.device_capability)
+        gate.check(model, fingerprint.sglang_version, fingerprint.device_capability)
     except UnsupportedMethod as error:
         if directive.unproven == "allow":
             return None
-        if directive.unproven == "refuse" or state.process.exported is not None:
-            raise  # a draft refers to its target's objects, which a second tree would not have
+        if directive.unproven == "refuse":
+            raise
+        if state.process.exported is not None:
+            # It refers to its target's objects, which a second tree would not have.
+            what = f"{fingerprint.role}: {error.message.partition(': ')[0]}"
+            raise UnsupportedMethod(f"{what}, and draft models cannot be checked on the spot") from None
         logger.info("weightcache: %s; checking what was loaded", error)
         return selfcheck.prepare(model, build)
     return None
