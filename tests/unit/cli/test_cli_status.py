@@ -31,6 +31,13 @@ def test_ready(host, make_status, make_set, make_lease):
     assert rest[2].startswith("rank 0:   engine 99 (root) for")
 
 
+def test_engines_that_a_report_does_not_name(host, make_status, make_set, make_lease):
+    host.agent(0, RankReport(make_status(sets=(make_set(leases=(make_lease(),), leases_total=64),))))
+    _, row, *rest = host.wcache("status").out.splitlines()
+    assert re.split(r"  +", row.strip())[8] == "64"
+    assert rest[2] == "rank 0:   and 63 engines more"
+
+
 def test_json_is_the_record_and_whether_the_agent_is_up(host, make_status):
     status = make_status()
     host.agent(0, RankReport(status))

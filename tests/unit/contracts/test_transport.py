@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import fcntl
 import os
 import resource
@@ -203,6 +204,15 @@ def test_a_deadline_that_passed(runtime_dir: Path, left: float) -> None:
             connect(runtime_dir / "s", time.monotonic() + left)
         assert time.monotonic() - started < 1
         full.close()
+
+
+def test_no_descriptor_is_left(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", fail)
+    with pytest.raises(AgentUnavailable, match=r"cannot connect to .*/s \(Too many open files\)"):
+        connect(runtime_dir / "s", time.monotonic() + 1)
 
 
 @pytest.mark.parametrize("kind", ["absent", "file", "dead", "stream", "long"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from weightcache import protocol, records, transport
 from weightcache.monitor import feed as feeds, view
 from weightcache.monitor.feed import Feed
 from weightcache.monitor.view import RankView
-from weightcache.protocol import Done, Observed, Watch
+from weightcache.protocol import Done, Observed, RankStatus, Watch
 
 Open = Callable[..., Feed]
 
@@ -108,6 +110,81 @@ def test_the_status_file_may_know_more(runtime_dir: Path, opened: Open) -> None:
         stopped.write_text(json.dumps(records.to_plain(made.status(state="stopped"))))
         os.utime(stopped, (time.time() + 1, time.time() + 1))
     assert until(feed, "down").status.state == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("left", "state"),
+    [
+        (made.status(state="stopped", uptime_seconds=0.0), "stopped"),  # its last word
+        (made.status(state="drained", uptime_seconds=5.5), "drained"),
+        (made.status(state="drained", uptime_seconds=4.5), "ready"),
+        (made.status(state="stopped", pid=2), "ready"),  # of another agent, and the clock is all there is
+    ],
+)
+def test_a_clock_that_is_set_back(runtime_dir: Path, opened: Open, left: RankStatus, state: str) -> None:
+    with Watched(runtime_dir):
+        feed = opened()
+        until(feed, "up")
+        file = runtime_dir / "0.json"
+        file.write_text(json.dumps(records.to_plain(left)))
+        os.utime(file, (time.time() - 3600, time.time() - 3600))
+    assert until(feed, "down").status.state == state
+    time.sleep(2 * feeds.FIRST_RETRY_SECONDS)
+    assert known(feed).status.state == state
+
+
+def test_a_file_that_makes_no_sense(runtime_dir: Path, opened: Open) -> None:
+    plain = records.to_plain(made.status(state="stopped")) | {"uptime_seconds": 10**400}
+    (runtime_dir / "0.json").write_text(json.dumps(plain))
+    assert until(opened(), "down").status.state == "unknown"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), RuntimeError("broken"), MemoryError()])
+def test_it_survives_what_it_meets(
+    runtime_dir: Path, opened: Open, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    tries: list[float] = []
+
+    def fail(*_: object) -> None:
+        tries.append(time.monotonic())
+        raise error
+
+    with Watched(runtime_dir) as agent:
+        feed = opened()
+        until(feed, "up")
+        with monkeypatch.context() as patched:
+            patched.setattr(feeds, "Conversation", fail)
+            agent.script = lambda *_: None
+            feed.pace(0.2)
+            found = until(feed, "down")
+            assert found.reason
+            assert found.reason.code == "no-agent"
+            assert type(error).__name__ in found.reason.message
+            assert found.status.state == "ready"
+            time.sleep(0.5)
+            assert len(tries) <= 3
+        agent.script = None
+        until(feed, "up")
+
+
+def test_too_many_open_files(runtime_dir: Path, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Watched(runtime_dir):
+        feed = opened()
+        until(feed, "up")
+        create = socket.socket.__init__
+
+        def fail(self: socket.socket, *args: Any, **options: Any) -> None:
+            if "fileno" not in options:  # a new one, not an accepted one
+                raise OSError(errno.EMFILE, "Too many open files")
+            create(self, *args, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(socket.socket, "__init__", fail)
+            feed.pace(0.2)
+            found = until(feed, "down")
+        assert found.reason
+        assert "Too many open files" in found.reason.message
+        until(feed, "up")
 
 
 def test_another_pace_is_another_subscription(runtime_dir: Path, opened: Open) -> None:

@@ -169,3 +169,20 @@ def test_a_host_that_nobody_asks_gathers_nothing(runtime_dir: Path) -> None:
     host.close()
     assert gathered == []
     assert paths.RankPaths(runtime_dir, 0).status.name == "0.status.sock"
+
+
+def test_a_host_survives_what_it_meets() -> None:
+    broken = threading.Event()
+    broken.set()
+
+    def gather(_ranks: object) -> Facts:
+        if broken.is_set():
+            raise RuntimeError("broken")
+        return Facts(driver="580")
+
+    host = Host(gather, 0.01)
+    why = "devices and processes could not be looked at (RuntimeError: broken)"
+    eventually(lambda: host.now(()) == Facts(problem=why))
+    broken.clear()
+    eventually(lambda: host.now(()) == Facts(driver="580"))
+    host.close()

@@ -54,6 +54,13 @@ def labels_of(found: dict[str, Metric], family: str) -> dict[str, str]:
     return dict(sample.labels)
 
 
+def test_leases_that_a_report_does_not_name_count() -> None:
+    entry = weight_set(leases=(), leases_total=64)
+    found = parsed(up(sets=(entry, dataclasses.replace(entry, leases=(lease(1),)))))
+    assert value(found, "weightcache_leases", role="target") == 128
+    assert value(found, "weightcache_last_lease_timestamp_seconds") == NOW
+
+
 def test_a_rank_with_everything() -> None:
     found = parsed(up())
     assert value(found, "weightcache_agent_up") == 1

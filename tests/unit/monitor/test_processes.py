@@ -15,8 +15,9 @@ import pytest
 
 from tests.unit.monitor import made
 from tests.unit.monitor.made import eventually
+from weightcache.commands import shown
 from weightcache.monitor import processes as module
-from weightcache.monitor.processes import Processes, shown
+from weightcache.monitor.processes import Processes
 
 # A server starts a controller, the controller a scheduler, which says its number and maps memory that is not its own.
 SCHEDULER = """
@@ -145,24 +146,6 @@ def test_a_process_without_a_command_line_has_a_name(monkeypatch: pytest.MonkeyP
 def test_a_title_leaves_the_rest_of_the_arguments_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: ["sglang::scheduler", *[""] * 100])
     assert Processes().command(os.getpid()) == "sglang::scheduler"
-
-
-@pytest.mark.parametrize(
-    ("command", "expected"),
-    [
-        (["python", "-m", "x y"], "python -m 'x y'"),
-        (["s", "--api-key", "k", "--port", "1"], "s --api-key *** --port 1"),
-        (["s", "--api-key=k", "--admin-api-key=k"], "s --api-key=*** --admin-api-key=***"),
-        (["s", "--api", "k", "--ssl-keyfile-password", "k"], "s --api *** --ssl-keyfile-password ***"),
-        (["s", "--hf-token", "k", "--db-password=k"], "s --hf-token *** --db-password=***"),
-        (["s", "--max-total-tokens", "4096", "--tokenizer-path", "t"], "s --max-total-tokens 4096 --tokenizer-path t"),
-        (["s", "--a", "k"], "s --a k"),
-        (["x" * 10_000], "x" * module.LONGEST_COMMAND),
-        ([], ""),
-    ],
-)
-def test_what_people_get_to_see(command: list[str], expected: str) -> None:
-    assert shown(command) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import grp
+import json
 import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.unit.server.harness import Agent
+from tests.unit.server.harness import Agent, eventually
 from weightcache import protocol
 from weightcache.client import Conversation
+from weightcache.config import Config
 from weightcache.errors import PermissionRefused
+from weightcache.monitor import view
+from weightcache.monitor.site import Site
 from weightcache.protocol import Drain, Evict, Inspect, Message, Renew, Status, Verify, Watch
+from weightcache.server import markers
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
 
@@ -80,6 +89,44 @@ def test_no_other_door_opens_for_it(observed: Agent) -> None:
 
     as_user(NOBODY, lambda: shut(observed.paths.public) and shut(observed.paths.publish))
     as_user(STRANGER, lambda: shut(observed.paths.status))
+
+
+@pytest.fixture
+def private(agent: Agent) -> Agent:
+    """What it leaves behind is for one group, and for the observer, who is not in it."""
+    agent.folder.chmod(0o755)
+    agent.configure(agent={"socket_group": "daemon"})
+    agent.start("--load", "--observer", str(NOBODY))
+    agent.await_state("ready")
+    eventually(lambda: json.loads(agent.paths.status_file.read_text())["state"] == "ready")
+    return agent
+
+
+def test_it_reads_what_an_agent_leaves_behind(private: Agent) -> None:
+    file = private.paths.status_file
+    found = file.stat()
+    assert (found.st_mode & 0o777, found.st_gid) == (0o640, grp.getgrnam("daemon").gr_gid)
+    as_user(STRANGER, lambda: not os.access(file, os.R_OK))
+    as_user(NOBODY, lambda: os.access(file, os.R_OK) and not os.access(file, os.W_OK))
+
+    def left(state: str) -> bool:
+        seen = view.query(Site(Config(), private.paths.directory), 0)
+        return (seen.agent, seen.status.state) == ("down", state) and seen.heard_at > 0
+
+    private.stop(signal.SIGKILL)
+    as_user(NOBODY, lambda: left("ready"))
+    private.start("--observer", str(NOBODY)).stop()
+    as_user(NOBODY, lambda: left("stopped"))
+
+
+def test_without_such_entries_the_file_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    monkeypatch.setattr(os, "setxattr", fail)
+    markers.replace(tmp_path / "0.json", "text", 0o640, reader=NOBODY)
+    assert (tmp_path / "0.json").read_text() == "text"
+    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
 
 
 def test_mode_and_group_of_the_socket_stay(observed: Agent) -> None:

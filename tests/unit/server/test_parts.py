@@ -120,10 +120,23 @@ def test_a_command_line_is_harmless_and_short() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()", nasty], stdin=subprocess.PIPE) as child:
         shown = eventually(lambda: peers.command_of(child.pid))
         child.communicate(b"\n")
-    assert shown.startswith(f"{sys.executable} -c input() x?[31m??yyy")
+    assert shown.startswith(f"{sys.executable} -c 'input()' 'x?[31m??yyy")
     assert len(shown) == 200
     assert peers.command_of(0) == ""
     assert peers.unit_of(2**22 + 1) == ""
+
+
+def test_a_command_line_shows_no_secrets() -> None:
+    command = [sys.executable, "-c", "input()", "--api-key", "S" * 10_000, "--api_key", "S", "--hf_token=S", "--port=1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        shown = eventually(lambda: peers.command_of(child.pid))
+        child.communicate(b"\n")
+    assert shown.endswith("--api-key ***")  # as much as is read of it
+    command[4] = "S"
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        shown = eventually(lambda: peers.command_of(child.pid))
+        child.communicate(b"\n")
+    assert shown.endswith("--api-key *** --api_key *** --hf_token=*** --port=1")
 
 
 def test_a_pidfd_of_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:

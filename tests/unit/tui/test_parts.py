@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ from hypothesis import given, strategies as st
 from rich.cells import cell_len
 
 from tests.unit.tui import build
-from weightcache.tui import memory, words
+from weightcache.tui import memory, rows, words
 from weightcache.tui.attached import attached
 from weightcache.tui.cells import ASCII, UNICODE, Cell, clip, fold, pad, safe, strip
 from weightcache.tui.screens.heights import share
@@ -113,6 +114,14 @@ def test_states_in_words(view: build.RankView, expected: str) -> None:
 def test_holders(kept: str, part: str) -> None:
     assert part in words.holders(build.status(kept=kept))
     assert "no process owns them" in words.holders(build.status(kept=kept, sets=(build.weight_set(leases=()),)))
+
+
+def test_engines_that_a_report_does_not_name() -> None:
+    entry = build.weight_set(leases=(build.lease(pid=1), build.lease(pid=1)), leases_total=64)
+    status = build.status(sets=(entry, dataclasses.replace(entry, role="draft-0")))
+    assert "mapped by 63 engines" in words.holders(status)
+    [row, _] = rows.sets(build.snapshot(build.view(status)), build.view(status))
+    assert row.cells[9].text == "63"
 
 
 def test_an_engine_of_several_sets_is_one_engine() -> None:
