@@ -69,7 +69,7 @@ def _scalar_decoder(kind: type) -> Decoder:
     name = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "null")
 
     def decode(value: Any, path: str) -> Any:
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < 1 << 1023:  # JSON knows larger numbers than floats
             return float(value)
         if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise RecordError(f"{path}: expected {name}, got {_shown(value)}")

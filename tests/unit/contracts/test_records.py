@@ -70,6 +70,12 @@ def test_whole_numbers_are_fine_as_fractions() -> None:
     assert (type(value), value) == (float, 2.0)
 
 
+def test_numbers_that_no_fraction_can_be_are_refused() -> None:
+    for number in (10**400, -(10**400)):
+        with pytest.raises(RecordError, match="ratio: expected a number"):
+            from_plain(Inner, {"number": 1, "ratio": number})
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
