@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import fnmatch
 import importlib.resources
 import json
@@ -9,7 +11,7 @@ import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -78,42 +80,73 @@ def find(known: Iterable[Proof], method: str, capability: str) -> Proof | None:
 
 def check_writable(path: Path) -> None:
     """Raise ConfigError where ``record`` could not add to ``path``."""
-    record(path, (), "", "")
+    _parse(_read(path), str(path))
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{path}: cannot be written, since {path.parent} is not for this user or does not exist")
 
 
 def record(path: Path, methods: Iterable[str], capability: str, run: str) -> Sequence[Proof]:
     """Add what a comparison proved to ``path``, by rename; returns what was new. Raises ConfigError."""
+    with _alone(path):
+        text = _read(path)
+        known = {(proof.method, proof.capability) for proof in _parse(text, str(path))}
+        exact = [Proof(_literally(method), capability, "parity", run) for method in methods]
+        new = [proof for proof in exact if (proof.method, proof.capability) not in known]
+        for proof in new:
+            rows = (f"{name} = {_text(value)}\n" for name, value in records.to_plain(proof).items())
+            text = f"{text.rstrip()}\n\n[[proven]]\n{''.join(rows)}"
+        if new:
+            _replace(path, text)
+    return new
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Of several comparisons that end at once, each adds to what the others wrote. The lock is the directory's."""
     try:
-        text = path.read_text("utf-8")
+        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
     except FileNotFoundError:
-        text = "# Written by `wcache parity --record`; the form is that of weightcache's own evidence.toml.\n"
+        return "# Written by `wcache parity --record`; the form is that of weightcache's own evidence.toml.\n"
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
-    known = _parse(text, str(path))
-    exact = [Proof(_literally(method), capability, "parity", run) for method in methods]
-    new = [proof for proof in exact if not any((k.method, k.capability) == (proof.method, capability) for k in known)]
-    for proof in new:
-        # A JSON string is a TOML string.
-        rows = (f"{name} = {json.dumps(value)}\n" for name, value in records.to_plain(proof).items())
-        text = f"{text.rstrip()}\n\n[[proven]]\n{''.join(rows)}"
-    if new:
-        _replace(path, text)
-    return new
 
 
 def _literally(method: str) -> str:
     return _SPECIAL.sub(lambda found: f"[{found[0]}]", method)
 
 
+def _text(value: str) -> str:
+    """As in TOML: a JSON string, but without surrogates and DEL."""
+    valid = value.encode("utf-8", "replace").decode()
+    return json.dumps(valid, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _replace(path: Path, text: str) -> None:
+    data = text.encode()
+    if len(data) > _MAX_FILE:
+        raise ConfigError(f"{path}: cannot be added to, since loaders read no more than {_MAX_FILE} bytes")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(text)
-            temporary = Path(file.name)
-        temporary.chmod(0o644)
-        temporary.rename(path)
+        fd, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                os.fchmod(fd, 0o644)
+            Path(name).rename(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
 

@@ -13,7 +13,7 @@ from weightcache.launch.server_only import without
 from weightcache.launch.sglang_options import SPELLINGS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from weightcache.config import RankConfig
 
@@ -34,13 +34,23 @@ def model_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def render(
-    python: str, arguments: Sequence[str], backend: str, ranks: Sequence[RankConfig], unproven: bool = False
+    python: str,
+    arguments: Sequence[str],
+    backend: str,
+    ranks: Sequence[RankConfig],
+    unproven: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> str:
-    """The file's text. ``unproven``: methods without evidence are checked in every load instead of refused."""
+    """The file's text. ``unproven``: methods without evidence are checked in every load instead of refused.
+
+    ``environment`` is added to the loader's.
+    """
+    variables = ", ".join(f"{_text(name)} = {_text(value)}" for name, value in (environment or {}).items())
     lines = [
         "# Written by wcache-launch --weight-cache-mode daemon for the launch that started these agents.",
         "[loader]",
         f"command = {_list((python, '-m', 'weightcache.loader'))}",
+        *([f"environment = {{ {variables} }}"] if variables else []),
         "[model]",
         f"arguments = {_list(arguments)}",
         "[memory]",

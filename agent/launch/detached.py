@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import weightcache
 from weightcache import client, protocol, transport
+from weightcache.engine.directive import UNPROVEN_VARIABLE
 from weightcache.errors import AgentUnavailable, PermissionRefused, WeightcacheError
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ MOST_CRASHES = 5
 _START_TIMEOUT = 30.0
 _ANSWER_TIMEOUT = 0.5
 _STOP_SECONDS = 5.0
+# The service manager of this launch, if it has one, is not the agent's; and a comparison says in its agent's
+# configuration that methods without evidence are allowed, while no other agent may inherit that.
+_NOT_THE_AGENTS = ("NOTIFY_SOCKET", UNPROVEN_VARIABLE)
 _KEEPER = Path(weightcache.__file__).with_name("keeper.py")
 # An intermediate process that ends at once makes init the parent: nobody here has to reap it.
 _INTERMEDIATE = (
@@ -106,8 +110,7 @@ def start(where: RankPaths, config: Path, keep: bool) -> Detached:
             timeout=_START_TIMEOUT,
             check=True,
             start_new_session=True,
-            # The service manager of this launch, if it has one, is not the agent's.
-            env={name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"},
+            env={name: value for name, value in os.environ.items() if name not in _NOT_THE_AGENTS},
         )
         pid = int(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
-from weightcache.engine.directive import Decision, Directive
+from weightcache.engine.directive import UNPROVEN_VARIABLE, Decision, Directive
 from weightcache.errors import AgentUnavailable, from_code
 from weightcache.launch import decisions, proof, supervisor
 from weightcache.launch.console import say, write
@@ -47,8 +47,9 @@ class Launch:
 
 
 def environment(operator: Mapping[str, str], directive: Directive) -> dict[str, str]:
-    """The operator's environment plus exactly what this launch adds."""
+    """The operator's environment plus exactly what this launch adds, without what is only for a comparison's loader."""
     result = {**operator, **directive.environment()}
+    result.pop(UNPROVEN_VARIABLE, None)
     chosen = operator.get(PLUGINS, "")
     if chosen and proof.PLUGIN not in (name.strip() for name in chosen.split(",")):
         result[PLUGINS] = f"{chosen},{proof.PLUGIN}"

@@ -16,18 +16,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache import protocol, records
 from weightcache.client import Conversation
-from weightcache.engine import evidence
 from weightcache.engine.directive import UNPROVEN_VARIABLE, Directive
 from weightcache.errors import ParityBroken, ProtocolError, UsageError
 from weightcache.launch import daemon_config, detached, layout, sglang_options
-from weightcache.parity import inventory
+from weightcache.parity import ending, inventory
 from weightcache.parity.server import serving
-from weightcache.parity.verdict import Side, Verdict, judge
+from weightcache.parity.verdict import Side, judge
 from weightcache.paths import RankPaths
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The role's options, then ``--`` and SGLang's arguments."""
     parser.add_argument("--seconds", type=float, default=LOAD_SECONDS, help="longest time for one start")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave logs and inventories in this new directory")
-    parser.add_argument("--record", action="store_true", help="if equal, add the methods to this host's evidence")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="SGLang's arguments")
 
@@ -50,31 +49,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare and print; 0 when nothing differs. Raises ParityBroken, LoadFailed, UsageError and what an agent says."""
     arguments = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    try:
+        with ending.orderly():
+            return _run(args, arguments)
+    except ending.Ended as ended:
+        with contextlib.suppress(OSError):  # a terminal that hung up
+            print(f"weightcache-loader: {ended}", file=sys.stderr, flush=True)
+        return ended.status
+
+
+def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     backend, ranks = _layout(arguments)
-    if args.record:
-        evidence.check_writable(evidence.local_file())  # before three starts, not after
-    with _directory(args.keep) as directory:
-        comparison = _Comparison(directory, tuple(arguments), backend, ranks, args.seconds)
+    # A directory of its own for the sockets, since their paths are short.
+    with _directory(args.keep) as directory, _temporary("wcache-") as sockets:
+        comparison = _Comparison(directory, sockets, tuple(arguments), backend, ranks, args.seconds)
         disk = comparison.side("disk", from_disk="wcache parity compares with a disk load")
         with comparison.agent():
             attached = comparison.side("attached")
         result = judge(disk, attached)
         (directory / "result.json").write_text(json.dumps(result.plain(), indent=1) + "\n")
         print(json.dumps(result.plain()) if args.json else result.text(), flush=True)
-        if result.broken:
-            raise ParityBroken(result.broken)
-    if args.record:
-        _record(result, arguments)
+    if result.broken:
+        raise ParityBroken(result.broken)
     return 0
-
-
-def _record(result: Verdict, arguments: Sequence[str]) -> None:
-    path = evidence.local_file()
-    model = sglang_options.given(arguments).text("model_path")
-    how = "" if result.deterministic else ", answers not compared"
-    run = f"{model}, SGLang {result.sglang_version}, {time.strftime('%Y-%m-%d')}{how}"
-    new = evidence.record(path, result.methods, result.capability, run)
-    print(f"parity: {len(new)} methods recorded in {path}", file=sys.stderr, flush=True)
 
 
 def _layout(arguments: Sequence[str]) -> tuple[str, Sequence[RankConfig]]:
@@ -89,33 +86,33 @@ def _layout(arguments: Sequence[str]) -> tuple[str, Sequence[RankConfig]]:
 
 @contextlib.contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
-    if keep is not None:
-        try:
-            keep.mkdir(mode=0o700, parents=True)
-        except OSError as error:
-            raise UsageError(f"--keep {keep}: cannot be made ({error.strerror})") from None
-        yield keep
+    if keep is None:
+        with _temporary("wcache-parity-") as directory:
+            yield directory
         return
-    directory = Path(tempfile.mkdtemp(prefix="wcache-parity-"))
     try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        keep.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        raise UsageError(f"--keep {keep}: cannot be made ({error.strerror})") from None
+    yield keep
 
 
+@contextlib.contextmanager
+def _temporary(prefix: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@dataclass(frozen=True, slots=True)
 class _Comparison:
-    """The processes of one comparison, one after the other, in one directory."""
+    """The processes of one comparison, one after the other. ``directory`` is for files, ``sockets`` for the agent."""
 
-    def __init__(
-        self, directory: Path, arguments: Sequence[str], backend: str, ranks: Sequence[RankConfig], seconds: float
-    ) -> None:
-        self.directory = directory
-        self.arguments = arguments
-        self.backend = backend
-        self.ranks = ranks
-        self.seconds = seconds
-        # A socket's path is short.
-        self.sockets = Path(tempfile.mkdtemp(prefix="wcache-"))
+    directory: Path
+    sockets: Path
+    arguments: tuple[str, ...]
+    backend: str
+    ranks: Sequence[RankConfig]
+    seconds: float
 
     def side(self, name: str, from_disk: str = "") -> Side:
         """Start one server, take its inventories, ask it, end it."""
@@ -134,6 +131,7 @@ class _Comparison:
         begin = time.monotonic()
         self._say(f"{name}: starting SGLang")
         environment = {**os.environ, **directive.environment()}
+        environment.pop(UNPROVEN_VARIABLE, None)
         with serving(self.arguments, environment, folder / "log", self.seconds) as server:
             self._say(f"{name}: answers after {time.monotonic() - begin:.0f} s")
             answers = tuple(server.answer(prompt, TOKENS) for prompt in PROMPTS)
@@ -147,19 +145,21 @@ class _Comparison:
     @contextlib.contextmanager
     def agent(self) -> Iterator[None]:
         """An agent that has loaded the model; methods without evidence included."""
-        os.environ[UNPROVEN_VARIABLE] = "allow"
-        config = daemon_config.write(
-            self.sockets,
-            daemon_config.render(
-                sys.executable, daemon_config.model_arguments(self.arguments), self.backend, self.ranks
-            ),
+        text = daemon_config.render(
+            sys.executable,
+            daemon_config.model_arguments(self.arguments),
+            self.backend,
+            self.ranks,
+            environment={UNPROVEN_VARIABLE: "allow"},
         )
+        config = daemon_config.write(self.sockets, text)
         begin = time.monotonic()
         self._say("agent: loading")
         started = detached.start(self._paths, config, detached.can_keep())
         try:
-            started.wait(time.monotonic() + 30.0)
-            with Conversation(self._paths.public) as conversation:
+            with ending.wait():
+                started.wait(time.monotonic() + 30.0)
+            with Conversation(self._paths.public) as conversation, ending.wait():
                 conversation.request(protocol.Load(self.seconds), protocol.Loaded, self.seconds)
             self._say(f"agent: holds the weights after {time.monotonic() - begin:.0f} s")
             yield
@@ -167,7 +167,6 @@ class _Comparison:
             detached.stop([started])
             with contextlib.suppress(OSError):
                 shutil.copy(detached.log_file(self._paths), self.directory / "agent.log")
-            shutil.rmtree(self.sockets, ignore_errors=True)
 
     @property
     def _paths(self) -> RankPaths:
@@ -175,4 +174,5 @@ class _Comparison:
 
     @staticmethod
     def _say(text: str) -> None:
-        print(f"parity: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a terminal that hung up ends nothing here
+            print(f"parity: {text}", file=sys.stderr, flush=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +19,8 @@ from pathlib import Path
 
 from weightcache.errors import LoadFailed
 from weightcache.launch.processes import Tree
+from weightcache.launch.server_only import without
+from weightcache.parity import ending
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
@@ -26,6 +30,14 @@ TOP = 5
 """How many of the likeliest tokens are compared at each position."""
 
 _TAIL_LINES = 12
+_KEY = "WEIGHTCACHE_PARITY_KEY"
+# SGLang takes its key from the command line, which everybody may read, or from the one file of --config, which may be
+# the operator's. So it comes by the environment, which only this user may read, and joins the arguments in the process.
+# Both keys, since a key in the operator's file would count beside it. sys.argv is what `python -m` makes of it.
+_START = (
+    f"import os, runpy, sys; key = os.environ.pop('{_KEY}'); sys.argv += ['--api-key', key, '--admin-api-key', key]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +53,25 @@ class Answer:
 def serving(arguments: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float) -> Iterator[Server]:
     """SGLang's own server on a free loopback port, once it answers; its whole tree ends with the block.
 
-    Raises LoadFailed with the end of its log when it ends, or takes longer than ``seconds``.
+    It answers nobody else. Raises LoadFailed with the end of its log when it ends, or takes longer than ``seconds``.
     """
-    port = _free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", *arguments, "--host", HOST, "--port", str(port)]
+    port, key = _free_port(), secrets.token_urlsafe()
+    command = [sys.executable, "-c", _START, *without(arguments), "--host", HOST, "--port", str(port)]
+    command += ["--tokenizer-worker-num", "1"]  # with more of them SGLang cannot have a key
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=dict(environment),
+            env={**environment, _KEY: key},
             start_new_session=True,
+            # For the case that this process cannot end it; SGLang's own processes do the same.
+            preexec_fn=functools.partial(ending.with_parent, signal.SIGKILL),
         )
     tree = Tree(process.pid)
     try:
-        server = Server(port, log)
+        server = Server(port, key, log)
         _await(process, tree, server, seconds)
         yield server
     finally:
@@ -76,14 +91,16 @@ def _await(process: subprocess.Popen[bytes], tree: Tree, server: Server, seconds
             raise LoadFailed(f"SGLang ended with {status}: {server.tail()}")
         if time.monotonic() > deadline:
             raise LoadFailed(f"SGLang did not answer within {seconds:g} s: {server.tail()}")
-        time.sleep(POLL_SECONDS)
+        with ending.wait():
+            time.sleep(POLL_SECONDS)
 
 
 class Server:
     """A server that answers on loopback."""
 
-    def __init__(self, port: int, log: Path) -> None:
+    def __init__(self, port: int, key: str, log: Path) -> None:
         self._port = port
+        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         self._log = log
 
     def answers(self) -> bool:
@@ -134,16 +151,17 @@ class Server:
             except ValueError:
                 if time.monotonic() > deadline:
                     raise
-                time.sleep(POLL_SECONDS)
+                with ending.wait():
+                    time.sleep(POLL_SECONDS)
             else:
                 return
 
     def _ask(self, verb: str, path: str, body: object = None, seconds: float = ANSWER_SECONDS) -> bytes:
         """The body of an answer with status 200. Raises OSError, HTTPException, or ValueError for any other status."""
         connection = http.client.HTTPConnection(HOST, self._port, timeout=seconds)
-        with contextlib.closing(connection):
+        with contextlib.closing(connection), ending.wait():
             content = None if body is None else json.dumps(body).encode()
-            connection.request(verb, path, content, {"Content-Type": "application/json"})
+            connection.request(verb, path, content, self._headers)
             response = connection.getresponse()
             data = response.read()
             if response.status != 200:

@@ -65,6 +65,16 @@ def test_first_and_second_start(daemon):
     assert len(daemon.runs) == 2
 
 
+def test_what_is_allowed_for_a_comparison_is_not_inherited(daemon):
+    daemon.script(*GOOD)
+    daemon.environment["WEIGHTCACHE_UNPROVEN"] = "allow"
+    status, _, err = daemon.run(*daemon.mode, "--model-path", "org/model", "--device", "cpu")
+    assert status == 0, err
+    pid = int(re.search(r"process (\d+), log", err)[1])
+    assert b"WEIGHTCACHE_UNPROVEN" not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert "WEIGHTCACHE_UNPROVEN" not in daemon.runs[0]["env"]
+
+
 def test_a_load_that_fails_is_the_launchers_error(daemon):
     daemon.environment["WCTEST_MODE"] = "exit"
     status, _, err = daemon.run(*daemon.mode, "--model-path", "org/model", "--device", "cpu")
@@ -125,6 +135,11 @@ def test_the_written_file_survives_odd_arguments(tmp_path):
         daemon_config.render("p", ["\udcff"], "host", [])
     unproven = config.parse(daemon_config.render("p", ["--model-path", "m"], "host", [], True), tmp_path / "c")
     assert unproven.policy.unproven == "check"
+    variables = {"A": 'x"', "B_1": ""}
+    added = config.parse(
+        daemon_config.render("p", ["--model-path", "m"], "host", [], environment=variables), tmp_path / "c"
+    )
+    assert added.loader.environment == variables
     written = daemon_config.write(tmp_path, text)
     assert written.read_text() == text
     assert [p.name for p in tmp_path.iterdir()] == ["weightcache.toml"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import http.client
+import json
 import re
-import shutil
 import time
 from pathlib import Path
 
@@ -12,15 +12,6 @@ import pytest
 
 from weightcache.errors import LoadFailed
 from weightcache.parity.server import Answer, serving
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    package = tmp_path / "path" / "sglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    shutil.copy(Path(__file__).with_name("fake_sglang.py"), package / "launch_server.py")
-    return {**os.environ, "PYTHONPATH": str(package.parent)}
 
 
 def helper(log: Path) -> int:
@@ -80,3 +71,22 @@ def test_an_interrupted_comparison_leaves_nothing(tmp_path: Path, environment: d
     with pytest.raises(KeyboardInterrupt), serving([], {**environment, "FAKE": "well"}, log, 20.0):
         raise KeyboardInterrupt
     assert gone(helper(log))
+
+
+def test_it_answers_nobody_else_and_has_no_key_or_port_of_the_operators(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    given = ["--api-key", "operators", "--model-path", "m", "--ssl-keyfile=f", "--port", "1", "--host", "0.0.0.0"]
+    with serving(given, {**environment, "FAKE": "well"}, tmp_path / "log", 20.0) as server:
+        parent = Path(f"/proc/{helper(tmp_path / 'log')}/stat").read_text().rpartition(")")[2].split()[1]
+        shown = Path(f"/proc/{parent}/cmdline").read_bytes().decode().split("\0")
+        arguments = json.loads(server._ask("GET", "/model_info"))["arguments"]
+        connection = http.client.HTTPConnection("127.0.0.1", server._port)
+        connection.request("GET", "/model_info", headers={"Authorization": "Bearer operators"})
+        assert connection.getresponse().status == 401
+        connection.close()
+    key = arguments[arguments.index("--api-key") + 1]
+    assert len(key) > 40
+    assert arguments[1:5] == ["--model-path", "m", "--host", "127.0.0.1"]
+    assert not {"operators", "1", "0.0.0.0", "--ssl-keyfile=f"} & set(arguments[:-6])
+    assert all(key not in word for word in shown)
