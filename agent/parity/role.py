@@ -130,7 +130,7 @@ class _Comparison:
         )
         begin = time.monotonic()
         self._say(f"{name}: starting SGLang")
-        environment = {**os.environ, **directive.environment()}
+        environment = {**os.environ, **directive.environment(), "TMPDIR": self._temporary}
         environment.pop(UNPROVEN_VARIABLE, None)
         with serving(self.arguments, environment, folder / "log", self.seconds) as server:
             self._say(f"{name}: answers after {time.monotonic() - begin:.0f} s")
@@ -150,7 +150,7 @@ class _Comparison:
             daemon_config.model_arguments(self.arguments),
             self.backend,
             self.ranks,
-            environment={UNPROVEN_VARIABLE: "allow"},
+            environment={UNPROVEN_VARIABLE: "allow", "TMPDIR": self._temporary},
         )
         config = daemon_config.write(self.sockets, text)
         begin = time.monotonic()
@@ -167,6 +167,13 @@ class _Comparison:
             detached.stop([started])
             with contextlib.suppress(OSError):
                 shutil.copy(detached.log_file(self._paths), self.directory / "agent.log")
+
+    @property
+    def _temporary(self) -> str:
+        """Where SGLang makes temporary files, which it does not remove when it is killed."""
+        path = self.sockets / "tmp"
+        path.mkdir(exist_ok=True)
+        return str(path)
 
     @property
     def _paths(self) -> RankPaths:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.answer(200, {"output_ids": ids, "meta_info": {} if FAKE == "broken" else meta})
 
 
+tempfile.NamedTemporaryFile(delete=False).close()
 print("fake server", FAKE, flush=True)
 if FAKE == "ends":
     sys.exit("out of memory, says the fake")
