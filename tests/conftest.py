@@ -20,8 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # GPU machines bring pytest alone: the timeout marks of the plugin mean nothing there, and are no error.
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): a limit, where pytest-timeout is installed")
-    # What a shell ignores for its background jobs, the processes of the tests would ignore too.
-    for number in (signal.SIGINT, signal.SIGQUIT):
+    # What a shell ignores for its background jobs (and nohup), the processes of the tests would ignore too.
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
 

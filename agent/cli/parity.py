@@ -101,7 +101,7 @@ def _verdict(text: bytes) -> Verdict:
 def _record(path: Path, model: str, verdict: Verdict) -> None:
     how = "" if verdict.deterministic else ", answers not compared"
     run = f"{model}, SGLang {verdict.sglang_version}, {time.strftime('%Y-%m-%d')}{how}"
-    new = evidence.record(path, verdict.methods, verdict.capability, run)
+    new = evidence.record(path, verdict.methods, verdict.sglang_version, verdict.capability, run)
     print(f"parity: {len(new)} methods recorded in {path}", file=sys.stderr, flush=True)
 
 

@@ -27,12 +27,13 @@ _SPECIAL = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A method and a compute capability, both with ``*`` and ``?`` as in file names, and the run that proved them.
+    """A method, a version of SGLang and a compute capability, all as patterns of file names, and what proved them.
 
     ``proof`` is ``parity`` (bit by bit) or ``tokens`` (equal greedy tokens).
     """
 
     method: str
+    sglang: str
     capability: str
     proof: Literal["parity", "tokens"]
     run: str
@@ -68,12 +69,12 @@ def all_known() -> tuple[Proof, ...]:
     return (*packaged(), *_parse(data.decode("utf-8", "replace"), str(path)))
 
 
-def find(known: Iterable[Proof], method: str, capability: str) -> Proof | None:
-    """The first proof of ``method`` on a device of ``capability`` (empty: a CPU)."""
+def find(known: Iterable[Proof], method: str, sglang: str, capability: str) -> Proof | None:
+    """The first proof of ``method`` in that version of SGLang, on a device of ``capability`` (empty: a CPU)."""
     for proof in known:
         # "*" stands for all GPUs; what holds for them says nothing about a CPU.
         on_device = fnmatch.fnmatchcase(capability, proof.capability) and bool(capability) == bool(proof.capability)
-        if on_device and fnmatch.fnmatchcase(method, proof.method):
+        if on_device and fnmatch.fnmatchcase(sglang, proof.sglang) and fnmatch.fnmatchcase(method, proof.method):
             return proof
     return None
 
@@ -85,13 +86,16 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f"{path}: cannot be written, since {path.parent} is not for this user or does not exist")
 
 
-def record(path: Path, methods: Iterable[str], capability: str, run: str) -> Sequence[Proof]:
-    """Add what a comparison proved to ``path``, by rename; returns what was new. Raises ConfigError."""
+def record(path: Path, methods: Iterable[str], sglang: str, capability: str, run: str) -> Sequence[Proof]:
+    """Add what a comparison proved, for this version of SGLang, to ``path``, by rename; returns what was new.
+
+    Raises ConfigError.
+    """
     with _alone(path):
         text = _read(path)
-        known = {(proof.method, proof.capability) for proof in _parse(text, str(path))}
-        exact = [Proof(_literally(method), capability, "parity", run) for method in methods]
-        new = [proof for proof in exact if (proof.method, proof.capability) not in known]
+        known = {(proof.method, proof.sglang, proof.capability) for proof in _parse(text, str(path))}
+        exact = [Proof(literal(method), literal(sglang), capability, "parity", run) for method in methods]
+        new = [proof for proof in exact if (proof.method, proof.sglang, proof.capability) not in known]
         for proof in new:
             rows = (f"{name} = {_text(value)}\n" for name, value in records.to_plain(proof).items())
             text = f"{text.rstrip()}\n\n[[proven]]\n{''.join(rows)}"
@@ -123,7 +127,8 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
 
 
-def _literally(method: str) -> str:
+def literal(method: str) -> str:
+    """The pattern that stands for exactly this signature."""
     return _SPECIAL.sub(lambda found: f"[{found[0]}]", method)
 
 

@@ -11,18 +11,19 @@ from weightcache.engine import evidence, methods
 from weightcache.errors import UnsupportedMethod
 
 
-def check(model: nn.Module, capability: str) -> None:
+def check(model: nn.Module, sglang: str, capability: str) -> None:
     """Raise UnsupportedMethod, naming the first method without evidence and the first layer that uses it.
 
-    ``capability`` is the device's compute capability, empty for a CPU. Raises ConfigError for broken evidence.
+    ``sglang`` is SGLang's version, ``capability`` the device's compute capability, empty for a CPU. Raises ConfigError
+    for broken evidence.
     """
     known = evidence.all_known()
     passed: set[str] = set()
     for path, signature in methods.signatures(model):
         if signature in passed:
             continue
-        if evidence.find(known, signature, capability) is None:
-            name = signature.partition("(")[0]
+        if evidence.find(known, signature, sglang, capability) is None:
+            name = signature.partition("(")[0].rpartition(".")[2]
             where = f"compute capability {capability}" if capability else "CPUs"
             raise UnsupportedMethod(
                 f"layer {path} uses {name}, which is not proven for sharing on {where}: `wcache parity --record` "

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import weightcache
-from weightcache.engine import adapter, gate, refusals
+from weightcache.engine import adapter, evidence, gate, refusals
 from weightcache.errors import UnsupportedMethod
 from weightcache.launch import arguments, server_only, sglang_options
 
@@ -227,33 +227,36 @@ def mode(options: set[str]) -> Iterator[str]:
 
 
 def methods() -> Iterator[str]:
-    """The gate knows the methods of unquantized layers by their real names, and refuses real quantized ones by name."""
-    from sglang.srt.layers.quantization import unquant
-
-    for name in gate.PROVEN:
-        if not isinstance(getattr(unquant, name, None), type):
-            yield f"there is no method {name}"
+    """The evidence names real methods, and the gate refuses real quantized ones by name."""
+    known = {proof.method.partition("(")[0] for proof in evidence.packaged()}
+    for name in sorted(known):
+        try:
+            resolve(name)
+        except (ImportError, AttributeError) as error:
+            yield f"evidence for a method that is not there: {name}: {error}"
     for module, name in METHODS.items():
         try:
             cls = resolve(f"sglang.srt.layers.quantization.{module}.{name}")
         except (ImportError, AttributeError):
             continue
-        layer, model = nn.Module(), nn.Module()
-        vars(layer)["quant_method"] = object.__new__(cls)
-        model.add_module("layer", layer)
         try:
-            gate.check(model)
+            gate.check(_model(cls), adapter.version(), "")
         except UnsupportedMethod as error:
             if name not in error.message or "layer" not in error.message:
                 yield f"{name} is refused without its name: {error.message}"
         else:
             yield f"{name} passes the gate"
-    model = nn.Module()
-    for index, name in enumerate(gate.PROVEN):
-        layer = nn.Module()
-        vars(layer)["quant_method"] = object.__new__(getattr(unquant, name))
-        model.add_module(str(index), layer)
-    gate.check(model)
+    for name in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+        for capability in ("", "9.0"):
+            gate.check(_model(resolve(f"sglang.srt.layers.quantization.unquant.{name}")), adapter.version(), capability)
+
+
+def _model(method: type) -> nn.Module:
+    """A model of one layer that computes by ``method``."""
+    layer, model = nn.Module(), nn.Module()
+    vars(layer)["quant_method"] = object.__new__(method)
+    model.add_module("layer", layer)
+    return model
 
 
 def main() -> int:

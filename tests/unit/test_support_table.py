@@ -21,7 +21,9 @@ def table() -> str:
     for proof in evidence.packaged():
         devices = {"": "CPU", "*": "any GPU"}
         device = devices.get(proof.capability, f"compute capability {proof.capability}")
-        rows.append(f"| `{proof.method}` | {device} | {PROOFS[proof.proof]} | {proof.run} |")
+        name, _, switches = proof.method.partition("(")  # of which package it is, the file says
+        method = f"{name.rpartition('.')[2]}({switches}"
+        rows.append(f"| `{method}` | {device} | {PROOFS[proof.proof]} | {proof.run} |")
     return "\n".join(rows) + "\n"
 
 

@@ -22,7 +22,7 @@ def methods(path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize("call", ["mkstemp", "fchmod", "rename"])
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     path = tmp_path / "evidence.toml"
-    evidence.record(path, ["A"], "9.0", "run")
+    evidence.record(path, ["A"], "0.5", "9.0", "run")
 
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -31,7 +31,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as failing:
         failing.setattr(owner, call, fail)
         with pytest.raises(ConfigError, match="No space left on device"):
-            evidence.record(path, ["B"], "9.0", "run")
+            evidence.record(path, ["B"], "0.5", "9.0", "run")
     assert [entry.name for entry in tmp_path.iterdir()] == ["evidence.toml"]
     assert "B" not in methods(path, monkeypatch)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
@@ -39,7 +39,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def _record(path: Path, first: int) -> None:
     for number in range(first, first + 20):
-        evidence.record(path, [f"M{number}"], "9.0", "run")
+        evidence.record(path, [f"M{number}"], "0.5", "9.0", "run")
 
 
 def test_of_several_at_once_none_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,14 +56,14 @@ def test_of_several_at_once_none_is_lost(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_any_text_can_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "evidence.toml"
-    evidence.record(path, ['é\U0001f600\x7f\x00\n"\\'], "9.0", "/models/\udcff")
+    evidence.record(path, ['é\U0001f600\x7f\x00\n"\\'], "0.5", "9.0", "/models/\udcff")
     assert 'é\U0001f600\x7f\x00\n"\\' in methods(path, monkeypatch)
 
 
 def test_a_file_that_loaders_could_not_read_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "evidence.toml"
     with pytest.raises(ConfigError, match="loaders read no more than"):
-        evidence.record(path, ["M" * (1 << 20)], "9.0", "run")
+        evidence.record(path, ["M" * (1 << 20)], "0.5", "9.0", "run")
     assert not path.exists()
 
 
@@ -71,4 +71,4 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         evidence.check_writable(tmp_path / "no" / "evidence.toml")
     with pytest.raises(ConfigError, match="cannot be written"):
-        evidence.record(tmp_path / "no" / "evidence.toml", ["M"], "", "run")
+        evidence.record(tmp_path / "no" / "evidence.toml", ["M"], "0.5", "", "run")
