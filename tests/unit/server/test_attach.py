@@ -194,7 +194,7 @@ def test_the_lease_ends_when_the_engine_is_killed(agent: Agent) -> None:
             helper = int(engine.stdout.readline())
             [lease] = agent.status().sets[0].leases
             assert lease.pid == engine.pid
-            assert lease.command.startswith(f"{PYTHON} -c import sys, time")
+            assert lease.command.startswith(f"{PYTHON} -c 'import sys, time")
             assert len(lease.command) == 200
         finally:
             engine.kill()
