@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -47,10 +48,16 @@ class EngineFailed(Exception):
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on now.
+
+    Below those that the kernel gives to connections: between now and the engine's start, one of them would take it.
+    """
+    for _ in range(100):
+        port = random.randrange(15000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise EngineFailed("no free port was found")
 
 
 class Engine:

@@ -44,6 +44,15 @@ class Terminal:
         """Make the window another size."""
         self.tmux("resize-window", "-t", "0", "-x", str(columns), "-y", str(lines))
 
+    def status(self, seconds: float = SECONDS) -> int:
+        """Wait until the command has ended; its exit status."""
+        deadline = time.monotonic() + seconds
+        while (told := self.tmux("display", "-p", "-t", "0", "#{pane_dead} #{pane_dead_status}").split())[:1] != ["1"]:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"the command has not ended after {seconds:g} s:\n{self.screen()}")
+            time.sleep(0.1)
+        return int(told[1]) if len(told) > 1 else -1
+
     def lacks(self, word: str, seconds: float = SECONDS) -> str:
         """Wait until ``word`` is not on the screen any more and return it."""
         deadline = time.monotonic() + seconds
@@ -67,7 +76,7 @@ class Terminal:
 def terminal(
     command: Sequence[str | Path], columns: int, lines: int, environment: Mapping[str, str] | None = None
 ) -> Iterator[Terminal]:
-    """``command`` in a terminal of that size; the window stays when the command ends, and says so ("Pane is dead")."""
+    """``command`` in a terminal of that size; the window stays when the command ends."""
     if shutil.which("tmux") is None:
         if os.environ.get("CI"):
             pytest.fail("tmux is missing (apt install tmux)", pytrace=False)
