@@ -47,11 +47,12 @@ class Terminal:
     def status(self, seconds: float = SECONDS) -> int:
         """Wait until the command has ended; its exit status."""
         deadline = time.monotonic() + seconds
-        while (told := self.tmux("display", "-p", "-t", "0", "#{pane_dead} #{pane_dead_status}").split())[:1] != ["1"]:
+        # The end of the output is seen first, the status a moment later.
+        while len(told := self.tmux("display", "-p", "-t", "0", "#{pane_dead} #{pane_dead_status}").split()) < 2:
             if time.monotonic() > deadline:
                 raise AssertionError(f"the command has not ended after {seconds:g} s:\n{self.screen()}")
             time.sleep(0.1)
-        return int(told[1]) if len(told) > 1 else -1
+        return int(told[1])
 
     def lacks(self, word: str, seconds: float = SECONDS) -> str:
         """Wait until ``word`` is not on the screen any more and return it."""
