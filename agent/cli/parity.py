@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightcache import paths, records
 from weightcache.cli import ranks
@@ -20,8 +21,10 @@ from weightcache.cli.attach import loader_command, loader_environment, run_comma
 from weightcache.cli.parsing import Parser, add_global
 from weightcache.engine import evidence
 from weightcache.errors import ProtocolError, UsageError
-from weightcache.parity.verdict import Verdict
 from weightcache.text import escape
+
+if TYPE_CHECKING:
+    from weightcache.parity.verdict import Verdict
 
 USER = "weightcache-loader"
 LOADER_HOME = Path("/var/cache/weightcache")
@@ -92,6 +95,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verdict(text: bytes) -> Verdict:
+    from weightcache.parity.verdict import Verdict  # and with it HTTP, which no other command needs
+
     try:
         return records.from_plain(Verdict, json.loads(text))
     except (ValueError, RecursionError) as error:
