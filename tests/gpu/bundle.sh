@@ -19,6 +19,7 @@ for command in strip tar xz; do
 done
 python=${WEIGHTCACHE_PYTHON:-python3}
 out=$(realpath -m "$1")
+mkdir -p "$(dirname "$out")"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

@@ -9,6 +9,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 base=${WEIGHTCACHE_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/weightcache-dev}/root-257
 [[ -d $base ]] || { echo "root: there is no $base: run make env-systemd" >&2; exit 1; }
 out=$(realpath -m "$1")
+mkdir -p "$(dirname "$out")"
 work=$(mktemp -d)
 trap 'rm -rf --one-file-system "$work"' EXIT
 
