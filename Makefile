@@ -3,7 +3,8 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help env env-systemd demo test test-engines test-engines-too test-fast test-systemd lint bench stage python clean
+.PHONY: help env env-systemd demo test test-engines test-engines-too test-fast test-systemd test-systemd-252 \
+	test-systemd-257 lint bench stage python clean
 
 ENVS ?= $(or $(WEIGHTCACHE_ENVS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/weightcache-dev)
 export WEIGHTCACHE_ENVS := $(ENVS)
@@ -42,8 +43,15 @@ test-engines-too:
 test-fast: env
 	$(PYTEST) tests/unit
 
+# The machines of one version of systemd and those of the other, side by side, about as much work in each half.
 test-systemd: env-systemd
-	$(PYTEST) tests/systemd
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-systemd-252 test-systemd-257
+
+test-systemd-252:
+	$(PYTEST) tests/systemd -k "not (257 or test_sglang)"
+
+test-systemd-257:
+	$(PYTEST) tests/systemd -k "257 or test_sglang"
 
 lint: env
 	$(PYTHON) -m ruff check .

@@ -12,7 +12,7 @@ import pytest
 from tests.support.environments import REPOSITORY
 from tests.support.stage import staged
 from tests.systemd.machine import VERSIONS, Machine, missing
-from tests.systemd.rank import CONFIG, Rank, configuration, prepare, reset
+from tests.systemd.rank import CONFIG, Rank, configuration, open_gates, prepare, reset
 
 SOCKETS = ("weightcache@0.socket", "weightcache@1.socket", "weightcache-loader.socket")
 
@@ -66,4 +66,4 @@ def rank(agents: Machine, trusting: None) -> Iterator[Rank]:
     """Rank 0, stopped, with nothing remembered of earlier tests."""
     reset(agents, configuration())
     yield Rank(agents)
-    Rank(agents).open_all()
+    open_gates(agents)

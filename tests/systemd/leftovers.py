@@ -37,7 +37,8 @@ class Place:
     def leave(self) -> None:
         """End every process of the machine and remove what it occupied."""
         _clear(self.cgroups)
-        shutil.rmtree(self.folder)
+        with _exclusive():  # or else another run takes a half-removed folder for one that was left behind
+            shutil.rmtree(self.folder)
         self.lock.close()
 
 

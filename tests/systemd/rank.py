@@ -216,14 +216,7 @@ class Rank(Agent):
 
     def open_all(self) -> None:
         """Open and remove all gates."""
-        for folder in (AGENT_GATES, LOADER_GATES):
-            for path in self.machine.path(folder).iterdir():
-                if path.is_fifo():
-                    with contextlib.suppress(OSError):
-                        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-                        os.write(fd, b"1")
-                        os.close(fd)
-                path.unlink()
+        open_gates(self.machine)
 
     # -- loaders ---------------------------------------------------------------------------------------------------
 
@@ -257,25 +250,36 @@ def arenas(machine: Machine, besides: int = 0) -> set[int]:
     return found
 
 
+def open_gates(machine: Machine) -> None:
+    """Open and remove all gates of agents and loaders."""
+    for folder in (AGENT_GATES, LOADER_GATES):
+        for path in machine.path(folder).iterdir():
+            if path.is_fifo():
+                with contextlib.suppress(OSError):
+                    fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+                    os.write(fd, b"1")
+                    os.close(fd)
+            path.unlink()
+
+
 def prepare(machine: Machine) -> None:
-    """Make the folders of the gates, and compile, as packages do when they are installed."""
-    machine.run("/usr/bin/python3", "-m", "compileall", "-q", LIBRARY)
+    """Make the folders of the gates, and compile, as packages do when they are installed: what runs here at least."""
+    machine.run("/usr/bin/python3", "-m", "compileall", "-q", f"{LIBRARY}/weightcache", f"{LIBRARY}/vendor/sdnotify")
     for path, user in ((AGENT_GATES, "weightcache"), (LOADER_GATES, "weightcache-loader")):
         machine.run("install", "-d", "-m", "755", "-o", user, Path(path).parent, path)
 
 
 def reset(machine: Machine, text: str, numbers: Sequence[int] = (0,)) -> None:
     """Nothing runs, nothing is held or remembered; sockets listen."""
-    ranks = [Rank(machine, number) for number in numbers]
-    ranks[0].open_all()
-    machine.systemctl("stop", *(rank.service for rank in ranks))
-    for rank in ranks:
-        for path in rank.paths.directory.glob(f"{rank.number}.*"):
+    open_gates(machine)
+    machine.systemctl("stop", *(f"weightcache@{number}.service" for number in numbers))
+    for number in numbers:
+        for path in machine.path(RUN).glob(f"{number}.*"):
             if path.is_file():
                 path.unlink()
     machine.systemctl("reset-failed")
     machine.write_file(CONFIG, text)
-    machine.systemctl("start", "weightcache-loader.socket", *(rank.socket for rank in ranks))
+    machine.systemctl("start", "weightcache-loader.socket", *(f"weightcache@{number}.socket" for number in numbers))
 
 
 class Client:

@@ -27,7 +27,7 @@ FILES = {
     "weightcache-loader@.service": EXEC_START.format(PROGRAM, "loader"),
 }
 RUN = "/run/weightcache"
-SECONDS = 15.0
+SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +170,7 @@ def test_asking_for_the_status_starts_nothing_after_a_stop(machine: Machine) -> 
 
 
 def test_boot_does_not_wait_for_a_warm_up(boot: Callable[..., Machine]) -> None:
-    files = {**FILES, "/etc/weightcache/slow": "2"}
+    files = {**FILES, "/etc/weightcache/slow": "4"}
     machine = boot(enable=[SOCKET, "weightcache-warm@0.service"], files=files)
     name = "ActiveEnterTimestampMonotonic"
 
