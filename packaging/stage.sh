@@ -5,12 +5,15 @@
 #   /usr/libexec/weightcache/{agent,loader}          what the units start
 #   /usr/bin/{wcache,wcache-launch,wcache-top}
 #   /usr/lib/systemd/{system,system-preset}, /usr/lib/sysusers.d, /usr/lib/tmpfiles.d
-#   /usr/share/weightcache                           alert rules for Prometheus, a dashboard for Grafana
-#   /etc/weightcache/weightcache.toml
+#   /usr/share/man, .../bash-completion, .../zsh     made from what the commands say of themselves (commands.py)
+#   /usr/share/weightcache                           alert rules for Prometheus, a dashboard for Grafana, and the wheel
+#                                                    for SGLang environments and images
+#   /etc/weightcache/weightcache.toml, /etc/needrestart/conf.d/weightcache.conf
 #
 # The same sources give the same bytes, modes and times ($SOURCE_DATE_EPOCH, or else the last commit's). The vendored
-# packages come from $VENDOR, a folder where they are installed, or else $PYTHON's pip downloads them. The programs
-# themselves run on the distribution's /usr/bin/python3, which also brings psutil.
+# packages come from $VENDOR, a folder where they are installed, from vendor/ in a source archive (source.sh), or else
+# $PYTHON's pip downloads them; $PYTHON is 3.11 or newer. The programs themselves run on the distribution's $INTERPRETER
+# (/usr/bin/python3), which also brings psutil.
 set -euo pipefail
 umask 022
 export LC_ALL=C
@@ -19,6 +22,9 @@ export LC_ALL=C
 destdir=$1
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 library=/usr/lib/weightcache
+interpreter=${INTERPRETER:-/usr/bin/python3}
+python=${PYTHON:-python3}
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || stat -c %Y CHANGELOG.md)}
 if [[ -e $destdir$library ]]; then
     echo "stage.sh: $destdir holds a tree already" >&2
     exit 2
@@ -46,7 +52,7 @@ program() { # PATH MODULE
     mkdir -p "${file%/*}"
     # -I: neither the environment nor a user's folder decides what is imported; -B: nothing is left beside the package.
     cat >"$file" <<END
-#!/usr/bin/python3 -IB
+#!$interpreter -IB
 import sys
 
 sys.path[:0] = ["$library", "$library/vendor"]
@@ -57,15 +63,16 @@ END
     chmod 755 "$file"
 }
 
-(cd agent && find . -name '*.py' -o -name '*.tcss' -o -name py.typed) | sort | copy agent $library/weightcache
+(cd agent && find . -name '*.py' -o -name '*.tcss' -o -name py.typed -o -name evidence.toml) | sort | copy agent $library/weightcache
 
 requirements=tests/env/agent.txt
 vendor=${VENDOR:-}
-if [[ -z $vendor ]]; then
+if [[ -z $vendor && -d vendor ]]; then
+    vendor=vendor
+elif [[ -z $vendor ]]; then
     vendor=$(mktemp -d)
     trap 'rm -rf "$vendor"' EXIT
-    "${PYTHON:-python3}" -m pip -qq --no-input --disable-pip-version-check install \
-        --no-deps --no-compile --root-user-action=ignore --target "$vendor" -r $requirements
+    PYTHON=$python packaging/vendor.sh "$vendor"
 fi
 while IFS='=' read -r name _ version; do
     info=$vendor/$(tr 'A-Z.-' 'a-z__' <<<"$name")-$version.dist-info
@@ -92,6 +99,14 @@ for file in packaging/monitoring/*; do
     put "$file" "/usr/share/weightcache/${file##*/}"
 done
 put docs/weightcache.toml /etc/weightcache/weightcache.toml
+put packaging/needrestart.conf /etc/needrestart/conf.d/weightcache.conf
+"$python" -IB packaging/wheel.py "$destdir/usr/share/weightcache"
 
-when=${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || stat -c %Y CHANGELOG.md)}
-find "$destdir" -exec touch --no-dereference --date="@$when" {} +
+# Manual pages and completions, from the tree's own programs.
+made() { # SCRIPT FOLDER
+    PYTHONPATH=$destdir$library:$destdir$library/vendor:packaging COLUMNS=80 "$python" -sB "packaging/$1" "$destdir$2"
+}
+made man/pages.py /usr/share/man
+made completions/shells.py /usr/share
+
+find "$destdir" -exec touch --no-dereference --date="@$SOURCE_DATE_EPOCH" {} +

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import weightcache
 from tests.support.environments import REPOSITORY, environments
 from tests.support.stage import staged
 
@@ -45,7 +46,7 @@ def files(tree: Path, below: str = "") -> set[str]:
 def test_every_module_and_no_leftover(tree: Path) -> None:
     agent = REPOSITORY / "agent"
     modules = {path.relative_to(agent).as_posix() for path in agent.rglob("*") if path.suffix in (".py", ".tcss")}
-    assert files(tree, f"{LIBRARY}/weightcache") == modules | {"py.typed"}
+    assert files(tree, f"{LIBRARY}/weightcache") == modules | {"py.typed", "engine/evidence.toml"}
 
 
 def test_nothing_outside_the_documented_places(tree: Path) -> None:
@@ -61,8 +62,13 @@ def test_nothing_outside_the_documented_places(tree: Path) -> None:
         "usr/lib/tmpfiles.d/weightcache.conf",
         "usr/share/weightcache/weightcache-rules.yml",
         "usr/share/weightcache/weightcache-dashboard.json",
+        f"usr/share/weightcache/weightcache-{weightcache.__version__}-py3-none-any.whl",
+        *(f"usr/share/man/man{section}" for section in (1, 5, 8)),
+        "usr/share/bash-completion/completions",
+        "usr/share/zsh/site-functions",
     }
-    assert {name for name in files(tree) if name.startswith("etc")} == {"etc/weightcache/weightcache.toml"}
+    configured = {"etc/weightcache/weightcache.toml", "etc/needrestart/conf.d/weightcache.conf"}
+    assert {name for name in files(tree) if name.startswith("etc")} == configured
 
 
 def test_every_unit_is_there(tree: Path) -> None:

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# inside.sh ROOT FOLDER COMMAND...: run a command in a throw-away layer over ROOT, where FOLDER is /work and the only
+# place that keeps anything. In a mount namespace of its own (unshare --mount), so that nothing has to be unmounted.
+set -euo pipefail
+root=$1 folder=$2
+shift 2
+
+layer=$(mktemp -d)
+mount -t tmpfs -o mode=0755 tmpfs "$layer"
+mkdir "$layer/upper" "$layer/work" "$layer/root"
+mount -t overlay -o "lowerdir=$root,upperdir=$layer/upper,workdir=$layer/work" overlay "$layer/root"
+mkdir -p "$layer/root/work"
+mount --bind "$folder" "$layer/root/work"
+mount -t proc proc "$layer/root/proc"
+mount --bind /dev/null "$layer/root/dev/null"
+exec env -i HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin TMPDIR=/tmp \
+    chroot "$layer/root" "$@"
