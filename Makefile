@@ -1,4 +1,5 @@
-# make demo | test | test-fast | test-systemd | lint | bench | stage DESTDIR=... | env | python | clean
+# make demo | test | test-fast | test-systemd | test-package | lint | bench | env | python | clean
+# make deb | rpm | packages | stage DESTDIR=...
 # Everything runs in environments outside the checkout, which the first use builds (tests/env/build.sh).
 
 SHELL := /bin/bash
@@ -12,9 +13,10 @@ PYTHON := $(ENVS)/engine-0.5.23/bin/python
 PYTEST := $(PYTHON) -m pytest --timeout 300
 # mypy and import-linter find the package under its import name here; agent/ is only its folder.
 NAMED := build/named
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' agent/__init__.py)
 
 help:
-	@sed -n '1,2s/^# //p' $(MAKEFILE_LIST)
+	@sed -n '1,3s/^# //p' $(MAKEFILE_LIST)
 
 env:
 	@tests/env/build.sh
@@ -66,6 +68,19 @@ bench: env
 # What packages install, as a tree below DESTDIR. It needs no environment, only a Python with pip.
 stage:
 	@PYTHON=$(firstword $(wildcard $(PYTHON)) python3) packaging/stage.sh $(abspath $(or $(DESTDIR),$(error which folder? make stage DESTDIR=...)))
+
+# Packages, in build/packages. The archive of the sources is all that needs a network (pip), or $VENDOR.
+PACKAGES := build/packages
+packages: deb rpm
+
+source:
+	@packaging/source.sh $(PACKAGES)
+
+deb: source
+	@packaging/deb/build.sh $(PACKAGES)/weightcache-$(VERSION).tar.gz $(PACKAGES)
+
+rpm: source
+	@packaging/rpm/build.sh $(PACKAGES)/weightcache-$(VERSION).tar.gz $(PACKAGES)
 
 python:
 	@echo $(PYTHON)

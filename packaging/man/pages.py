@@ -1,12 +1,13 @@
 """Write the manual pages: pages.py FOLDER. The package, and commands.py, are on $PYTHONPATH.
 
-FOLDER/man1/wcache.1, wcache-top.1, wcache-launch.1      from the commands' own help
-FOLDER/man5/weightcache.toml.5                           from the comments in the configuration file
-FOLDER/man8/weightcache@.service.8, and for each unit    from the comments that the units begin with
+FOLDER/man1/wcache.1.gz, ...                             from the commands' own help
+FOLDER/man5/weightcache.toml.5.gz                        from the comments in the configuration file
+FOLDER/man8/weightcache@.service.8.gz, ...               from the comments that units begin with; one page for all
 """
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import os
 import re
@@ -161,9 +162,10 @@ def main(folder: Path) -> None:
     """Write all pages."""
 
     def write(name: str, section: int, summary: str, body: Iterator[str]) -> None:
-        path = folder / f"man{section}" / f"{name}.{section}"
+        path = folder / f"man{section}" / f"{name}.{section}.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(name, section, summary, body, weightcache.__version__))
+        text = page(name, section, summary, body, weightcache.__version__)
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
     for command in commands():
         write(command.name, 1, command.summary, command_body(command))
@@ -171,7 +173,7 @@ def main(folder: Path) -> None:
     write("weightcache.toml", 5, summary, configuration_body(CONFIGURATION.read_text()))
     write(FIRST_UNIT, 8, "the units of weightcache", unit_body())
     for path in units()[1:]:
-        (folder / "man8" / f"{path.name}.8").write_text(f".so man8/{FIRST_UNIT}.8\n")
+        (folder / "man8" / f"{path.name}.8.gz").symlink_to(f"{FIRST_UNIT}.8.gz")
 
 
 if __name__ == "__main__":
