@@ -19,6 +19,11 @@ export WEIGHTCACHE_FIGURES=$LOGS/figures.json
 mkdir -p "$LOGS"
 cd "$here"
 
+# pytest without the plugins that only the other tests need, and whose settings it would call unknown.
+gpu_pytest() {
+    python3 -m pytest -q -s -p no:cacheprovider -o addopts=-ra -W ignore::pytest.PytestConfigWarning "$@"
+}
+
 setup() {
     python3 -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall('/tmp', filter='fully_trusted')" "$1" &
     [[ -f $WEIGHTCACHE_MODEL/config.json ]] || PYTHONPATH=$here python3 -m tests.models.make_large "$WEIGHTCACHE_MODEL" &
@@ -28,21 +33,21 @@ setup() {
 }
 
 warm() {
-    WEIGHTCACHE_FIGURES='' python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_engine.py -k warm
+    WEIGHTCACHE_FIGURES='' gpu_pytest tests/gpu/test_engine.py -k warm
 }
 
 systemd() {
     export WEIGHTCACHE_ROOT=/tmp/weightcache-root
     [[ -d $WEIGHTCACHE_ROOT ]] || { mkdir "$WEIGHTCACHE_ROOT" && tar -C "$WEIGHTCACHE_ROOT" -xf "$1"; }
     python3 tests/env/link.py "$here" /tmp/weightcache-link
-    python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_systemd.py "${@:2}"
+    gpu_pytest tests/gpu/test_systemd.py "${@:2}"
 }
 
 case ${1:-} in
     setup) setup "$2" ;;
     warm) warm ;;
-    memory) python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_memory.py "${@:2}" ;;
-    story) python3 -m pytest -q -s -p no:cacheprovider tests/gpu/test_engine.py -k "not warm" "${@:2}" ;;
+    memory) gpu_pytest tests/gpu/test_memory.py "${@:2}" ;;
+    story) gpu_pytest tests/gpu/test_engine.py -k "not warm" "${@:2}" ;;
     parity) python3 -m tests.gpu.parity "${@:2}" ;;
     systemd) systemd "${@:2}" ;;
     own) python3 -m tests.bench.own_cache "$LOGS" ;;
