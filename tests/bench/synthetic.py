@@ -238,7 +238,8 @@ def _fingerprint(seed: int) -> Fingerprint:
     values: dict[str, Any] = {
         field.name: 0 if field.type in ("int", int) else "" for field in dataclasses.fields(Fingerprint)
     }
-    return Fingerprint(**(values | {"role": "target", "model_path": f"synthetic:{seed}", "tp_size": 1, "pp_size": 1}))
+    known = {"schema": manifest.SCHEMA, "role": "target", "model_path": f"synthetic:{seed}", "tp_size": 1, "pp_size": 1}
+    return Fingerprint(**(values | known))
 
 
 def _publish(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,7 +159,10 @@ class Agent:
     def start(self) -> Agent:
         """Under the keeper, which starts the agent again after its death."""
         # -S and explicit paths: the resident part is what a distribution's interpreter without site packages runs.
-        paths = [str(package_parent()), str(Path(sdnotify.__file__).parent)]
+        vendored = self.directory / "vendored"
+        if not vendored.exists():
+            shutil.copytree(Path(sdnotify.__file__).parent, vendored / "sdnotify")
+        paths = [str(package_parent()), str(vendored)]
         code = f"import sys; sys.path[:0] = {paths!r}; from weightcache.server.__main__ import main; sys.exit(main())"
         python = [os.environ.get("WEIGHTCACHE_AGENT_PYTHON", sys.executable), "-I", "-S"]
         keeper = [*python, keeping.__file__, "--listen", str(self.directory / "0.sock"), "--"]

@@ -150,7 +150,6 @@ def test_two_engines_attach_and_survive_the_agent(
     rig.wait_for(lambda: not _all_leases(agent), 10, "the first engine's lease to end")
 
 
-@pytest.mark.skipif(rig.gpu_count() < 2, reason="needs two GPUs")
 def _what_an_operator_sees(agent: Agent, figures: Figures) -> None:
     """wcache-top says whose the device's memory is; nothing of it is counted twice, and little belongs to nobody."""
     seen = json.loads(rig.top(agent, "--json"))
@@ -170,6 +169,7 @@ def _what_an_operator_sees(agent: Agent, figures: Figures) -> None:
         assert 0 <= rest < 2048 * MIB
 
 
+@pytest.mark.skipif(rig.gpu_count() < 2, reason="needs two GPUs")
 def test_an_engine_finds_its_agent_by_uuid(
     agent: Agent, directory: Path, disk: dict[str, object], figures: Figures
 ) -> None:
