@@ -279,3 +279,13 @@ def test_attach_does_not_depend_on_bytes(memory):
     print(json.dumps(rows))
     assert [row["tensors"] for row in rows] == [292, 292]
     assert all(row["intact"] for row in rows)
+
+
+@pytest.mark.slow
+def test_attach_of_three_thousand_tensors(memory):
+    """What the largest models have; the table is the result, times are not asserted."""
+    rows = synthetic.compare("cuda", [7.0], 3000)
+    print("\n" + synthetic.table(rows))
+    print(json.dumps(rows))
+    assert [row["tensors"] for row in rows] == [3000]
+    assert all(row["intact"] for row in rows)
