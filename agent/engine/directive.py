@@ -21,7 +21,8 @@ from weightcache.fingerprint import Difference
 
 VARIABLE = "WEIGHTCACHE_DIRECTIVE"
 TOKEN_VARIABLE = "WEIGHTCACHE_TOKEN"  # noqa: S105
-"""The load's one-time token, apart from the directive so that the directive may be logged."""
+"""The load's one-time token, apart from the directive so that the directive may be logged: one for every agent of the
+launch, or ``AGENT=TOKEN,AGENT=TOKEN``."""
 UNPROVEN_VARIABLE = "WEIGHTCACHE_UNPROVEN"
 """Set for a loader whose weights are for a comparison: methods without evidence may be published."""
 
@@ -66,6 +67,20 @@ def read(environment: Mapping[str, str] | None = None) -> Directive | None:
         return records.from_plain(Directive, json.loads(text), VARIABLE)
     except ValueError as error:
         raise UsageError(f"{VARIABLE} is malformed: {error}") from None
+
+
+def token_for(agent: int, environment: Mapping[str, str] = os.environ) -> str:
+    """The token that ``agent``, by the number in its socket's name, gave this launch; empty where there is none.
+
+    Raises UsageError when other agents gave theirs, and this one did not.
+    """
+    text = environment.get(TOKEN_VARIABLE, "")
+    if "=" not in text:
+        return text
+    tokens = dict(entry.split("=", 1) for entry in text.split(",") if "=" in entry)
+    if (token := tokens.get(str(agent))) is None:
+        raise UsageError(f"{TOKEN_VARIABLE} holds no token for agent {agent}")
+    return token
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weightcache import checkpoint
-from weightcache.engine.directive import TOKEN_VARIABLE, UNPROVEN_VARIABLE, Directive
+from weightcache.engine.directive import UNPROVEN_VARIABLE, Directive, token_for
 from weightcache.errors import DeviceUnavailable, LoadFailed, WeightcacheError
 from weightcache.paths import RankPaths
 
@@ -121,10 +121,10 @@ def tell(directive: Directive, error: WeightcacheError) -> None:
     """Give every agent of this load the reason why it failed."""
     from weightcache.loader.publication import Publication
 
-    token = os.environ.get(TOKEN_VARIABLE, "")
     for public in map(Path, directive.sockets.values()):
-        path = RankPaths(public.parent, int(public.name.partition(".")[0])).publish
+        agent = int(public.name.partition(".")[0])
+        path = RankPaths(public.parent, agent).publish
         try:
-            Publication(path, source="loader", group=directive.group, token=token).abort(error)
+            Publication(path, source="loader", group=directive.group, token=token_for(agent)).abort(error)
         except WeightcacheError:
             continue

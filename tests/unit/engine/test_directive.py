@@ -47,6 +47,16 @@ def test_the_token_is_not_in_the_directive() -> None:
     assert "token" not in directive().environment()[directives.VARIABLE].lower()
 
 
+def test_one_token_for_all_agents_or_one_each() -> None:
+    assert directives.token_for(3, {}) == ""
+    assert directives.token_for(3, {directives.TOKEN_VARIABLE: "abc"}) == "abc"
+    each = {directives.TOKEN_VARIABLE: "0=abc,10=def"}
+    assert [directives.token_for(agent, each) for agent in (0, 10)] == ["abc", "def"]
+    for malformed in (each[directives.TOKEN_VARIABLE], "1,2=x", "=,=", "1 =x"):
+        with pytest.raises(UsageError, match="holds no token for agent 1"):
+            directives.token_for(1, {directives.TOKEN_VARIABLE: malformed})
+
+
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(values(Decision | PluginReady))
 def test_a_report_survives(report: Report) -> None:
