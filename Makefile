@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: help env env-systemd demo test test-engines test-engines-too test-fast test-systemd test-systemd-252 \
-	test-systemd-257 lint bench stage python clean
+	test-systemd-257 test-systemd-sglang lint bench stage python clean
 
 ENVS ?= $(or $(WEIGHTCACHE_ENVS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/weightcache-dev)
 export WEIGHTCACHE_ENVS := $(ENVS)
@@ -45,15 +45,19 @@ test-engines-too:
 test-fast: env
 	$(PYTEST) tests/unit
 
-# The machines of one version of systemd and those of the other, side by side, about as much work in each half.
+# Machines of one version of systemd, of the other, and those with SGLang: they know nothing of each other, and each
+# part waits for something most of the time.
 test-systemd: env-systemd
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-systemd-252 test-systemd-257
+	@$(MAKE) --no-print-directory -j3 --output-sync=target test-systemd-252 test-systemd-257 test-systemd-sglang
 
 test-systemd-252:
-	$(PYTEST) tests/systemd -k "not (257 or test_sglang)"
+	$(PYTEST) tests/systemd -k "not 257 and not test_sglang"
 
 test-systemd-257:
-	$(PYTEST) tests/systemd -k "257 or test_sglang"
+	$(PYTEST) tests/systemd -k 257
+
+test-systemd-sglang:
+	$(PYTEST) tests/systemd/test_sglang.py
 
 lint: env
 	$(PYTHON) -m ruff check .

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.support.engine import Engine
+from tests.engine.support import ARGUMENTS, VARIABLES, QuickEngine
 from tests.support.environments import environments
 from tests.systemd.rank import RUN
 
@@ -24,7 +24,7 @@ TOKENS = 8
 def main(model: str, log: str) -> None:
     """Serve until standard input ends."""
     command = (environments().script("wcache-launch"), "--wcache-runtime-dir", RUN, "--wcache-wait", "120")
-    with Engine(Path(model), log=Path(log), command=command) as engine:
+    with QuickEngine(Path(model), log=Path(log), command=command, arguments=ARGUMENTS, environment=VARIABLES) as engine:
         while True:
             engine.flush()
             said = [line for line in engine.text().splitlines() if line.startswith("weightcache: ")]

@@ -135,11 +135,11 @@ def test_status_shows_phase_and_percent_of_a_load(rank: Rank) -> None:
 
 def test_a_load_may_take_longer_than_a_start_while_it_shows_life(agents: Machine, rank: Rank) -> None:
     rank.gate("loading")
-    with agents.drop_in(rank.service, "[Service]\nTimeoutStartSec=1\n"):
+    with agents.drop_in(rank.service, "[Service]\nTimeoutStartSec=2\n"):
         rank.begin()
         rank.reached("loading")
         began = time.monotonic()
-        eventually(lambda: time.monotonic() - began > 3.0)
+        eventually(lambda: time.monotonic() - began > 5.0)
         assert rank.show("ActiveState", "SubState") == {"ActiveState": "activating", "SubState": "start"}
         rank.open("loading")
         rank.await_active()

@@ -18,6 +18,13 @@ FEW, MANY = 5, 20
 BYTES = [arena_bytes(0, number, size) for number, size in enumerate(ARENAS)]
 
 
+@pytest.fixture(scope="module")
+def agents(agents: Machine) -> Iterator[Machine]:
+    """The same machine, which waits less before it starts an agent again: how long is nothing to these tests."""
+    with agents.drop_in("weightcache@.service", "[Service]\nRestartSec=10ms\n"):
+        yield agents
+
+
 @pytest.fixture
 def times(systemd: str) -> int:
     return MANY if systemd == THOROUGH else FEW
