@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from weightcache import paths
 from weightcache.config_checks import check
 from weightcache.config_decode import DecodeError, check_names, decode, parse_size
+from weightcache.deployment import Deployment
 from weightcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 MAX_FILE = 2**20
+DEFAULT_DEPLOYMENT = Deployment()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ class ExporterConfig:
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
-    """[[rank]]: one rank of this host and the UUID of its GPU (empty on the host backend)."""
+    """[[rank]]: one rank and the UUID of its GPU (empty on the host backend)."""
 
     rank: int
     gpu: str = ""
@@ -94,11 +96,16 @@ class RankConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The whole file."""
+    """The whole file.
+
+    ``ranks`` are those of [[rank]] tables. A file with [deployment] and without them has none here: its ranks are the
+    deployment's, on the GPUs that each host finds (weightcache.placement).
+    """
 
     agent: AgentConfig = AgentConfig()
     loader: LoaderConfig = LoaderConfig()
     model: ModelConfig | None = None
+    deployment: Deployment = DEFAULT_DEPLOYMENT
     memory: MemoryConfig = MemoryConfig()
     policy: PolicyConfig = PolicyConfig()
     exporter: ExporterConfig = ExporterConfig()
@@ -110,6 +117,7 @@ SECTIONS: Mapping[str, type] = {
     "agent": AgentConfig,
     "loader": LoaderConfig,
     "model": ModelConfig,
+    "deployment": Deployment,
     "memory": MemoryConfig,
     "policy": PolicyConfig,
     "exporter": ExporterConfig,
@@ -192,16 +200,20 @@ def _build(data: dict[str, Any], path: Path) -> Config:
         agent=decode(AgentConfig, data.get("agent", {}), "agent"),
         loader=decode(LoaderConfig, data.get("loader", {}), "loader"),
         model=None if model is None else decode(ModelConfig, model, "model"),
+        deployment=decode(Deployment, data.get("deployment", {}), "deployment"),
         memory=decode(MemoryConfig, data.get("memory", {}), "memory"),
         policy=decode(PolicyConfig, data.get("policy", {}), "policy"),
         exporter=decode(ExporterConfig, data.get("exporter", {}), "exporter"),
-        ranks=_ranks(data["rank"]) if "rank" in data else Config().ranks,
+        ranks=_ranks(data),
         path=path,
     )
-    return check(config, explicit_ranks="rank" in data)
+    return check(config, deployed="deployment" in data, explicit_ranks="rank" in data)
 
 
-def _ranks(data: Any) -> tuple[RankConfig, ...]:
+def _ranks(whole: dict[str, Any]) -> tuple[RankConfig, ...]:
+    if "rank" not in whole:
+        return () if "deployment" in whole else Config().ranks
+    data = whole["rank"]
     if not isinstance(data, list):
         raise DecodeError("rank", "expected a list of tables: write [[rank]], in double brackets")
     if not data:

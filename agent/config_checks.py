@@ -8,6 +8,8 @@ import re
 from typing import TYPE_CHECKING
 
 from weightcache.config_decode import DecodeError, shown
+from weightcache.deployment import LayoutError
+from weightcache.spellings import FLAGS, SPELLINGS, find
 
 if TYPE_CHECKING:
     from weightcache.config import Config, RankConfig
@@ -21,6 +23,23 @@ MAX_DIRECTORY = 107 - len(f"/{MAX_RANK}.publish.sock")
 """The path of a Unix socket has at most 107 bytes (unix(7))."""
 
 MAX_PORT = 65535
+
+DEPLOYMENT = {
+    "tp_size": "tp_size",
+    "pp_size": "pp_size",
+    "dp_size": "dp_size",
+    "ep_size": "ep_size",
+    "attn_dp_size": "dp_size and attention_dp",
+    "enable_dp_attention": "attention_dp",
+    "nnodes": "nodes",
+    "node_rank": "nodes",
+    "dist_init_addr": "port",
+    "nccl_port": "port",
+    "base_gpu_id": "base_gpu_id",
+    "gpu_id_step": "gpu_id_step",
+}
+"""Options of SGLang by which key of [deployment] says the same."""
+
 _ADDRESS = re.compile(r"(?:\[([0-9a-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+)):(\d{1,5})", re.ASCII | re.IGNORECASE)
 
 _UUID_HINT = "`nvidia-smi -L` prints the UUIDs"
@@ -28,11 +47,20 @@ _HEX = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 _UUID = re.compile(rf"(?:(GPU-|MIG-)({_HEX})|(MIG-GPU-)({_HEX}/\d+/\d+))", re.ASCII | re.IGNORECASE)
 
 
-def check(config: Config, explicit_ranks: bool) -> Config:
-    """``config`` with its GPU names in one spelling. ``explicit_ranks``: the file has [[rank]] tables."""
+def check(config: Config, deployed: bool, explicit_ranks: bool) -> Config:
+    """``config`` with its GPU names in one spelling.
+
+    ``deployed``, ``explicit_ranks``: the file has a table [deployment], and [[rank]] tables.
+    """
     _check_values(config)
-    _check_model(config, explicit_ranks)
-    return dataclasses.replace(config, ranks=_checked_ranks(config)) if explicit_ranks else config
+    _check_deployment(config)
+    _check_model(config, deployed or explicit_ranks)
+    if not explicit_ranks:
+        return config
+    ranks = _checked_ranks(config)
+    if deployed:
+        _check_layout(config)
+    return dataclasses.replace(config, ranks=ranks)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -71,7 +99,29 @@ def _check_values(config: Config) -> None:
         raise DecodeError("memory.arena_bytes", f"{size} bytes are more than any device has")
 
 
-def _check_model(config: Config, explicit_ranks: bool) -> None:
+def _check_deployment(config: Config) -> None:
+    try:
+        config.deployment.check()
+    except LayoutError as error:
+        raise DecodeError(f"deployment.{error.key}", error.text) from None
+    if len(config.deployment.ranks) > MAX_RANK + 1:
+        raise DecodeError("deployment", f"{len(config.deployment.ranks)} ranks are more than {MAX_RANK + 1}")
+
+
+def _check_layout(config: Config) -> None:
+    """Whether [[rank]] tables fit [deployment]: what is loaded together is on one host, or on none."""
+    deployment, listed = config.deployment, {entry.rank for entry in config.ranks}
+    for i, entry in enumerate(config.ranks):
+        if entry.rank not in deployment.ranks:
+            last = deployment.ranks[-1]
+            raise DecodeError(f"rank[{i}].rank", f"the deployment has ranks 0 to {last}, not {entry.rank}")
+        for other in deployment.launch_of(entry.rank):
+            if other not in listed:
+                text = f"rank {entry.rank} is loaded together with rank {other}, which has no [[rank]] table"
+                raise DecodeError(f"rank[{i}].rank", text)
+
+
+def _check_model(config: Config, located: bool) -> None:
     if config.model is None:
         return
     if not config.loader.command:
@@ -90,8 +140,18 @@ def _check_model(config: Config, explicit_ranks: bool) -> None:
         raise DecodeError("model.arguments", "--model-path is missing: which model should be held?")
     if not path or path.startswith("--"):
         raise DecodeError("model.arguments", "--model-path has no value")
-    if config.memory.backend == "cuda" and not explicit_ranks:
-        raise DecodeError("rank", f"backend cuda needs a [[rank]] with its gpu ({_UUID_HINT})")
+    for i, argument in enumerate(arguments):
+        name = argument.partition("=")[0]
+        if key := layout_key(name):
+            text = f"{shown(name)} is what {key} in [deployment] says: write it there, and remove it here"
+            raise DecodeError(f"model.arguments[{i}]", text)
+    if config.memory.backend == "cuda" and not located:
+        raise DecodeError("rank", f"backend cuda needs a [[rank]] with its gpu ({_UUID_HINT}), or a [deployment]")
+
+
+def layout_key(name: str) -> str:
+    """The key of [deployment] that says the same as SGLang's option ``name``, or an empty text."""
+    return DEPLOYMENT.get(find(FLAGS, name) or find(SPELLINGS, name) or "", "") if name.startswith("--") else ""
 
 
 def model_path(arguments: tuple[str, ...]) -> str | None:

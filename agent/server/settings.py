@@ -9,9 +9,9 @@ import pwd
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from weightcache import config, paths
+from weightcache import config, paths, placement
 from weightcache.config import Config, RankConfig
-from weightcache.errors import ConfigError, PermissionRefused
+from weightcache.errors import ConfigError, PermissionRefused, WeightcacheError
 from weightcache.protocol import ErrorInfo
 
 if TYPE_CHECKING:
@@ -61,6 +61,18 @@ class Settings:
         """The configured model as its arguments name it, or an empty text."""
         return model_in(self.config.model.arguments) if self.config.model else ""
 
+    @property
+    def node(self) -> int:
+        """This host's number among the nodes of the deployment."""
+        deployment = self.config.deployment
+        return deployment.node_of(self.rank) if self.rank in deployment.ranks else 0
+
+    @property
+    def launch(self) -> tuple[int, ...]:
+        """The ranks of this host that are loaded together with this one, itself included; the first one leads."""
+        deployment = self.config.deployment
+        return tuple(deployment.launch_of(self.rank)) if self.rank in deployment.ranks else (self.rank,)
+
     def may_operate(self, peer: Peer) -> bool:
         """Whether the peer may evict, drain, resume and verify."""
         return peer.uid in (0, os.geteuid())
@@ -86,9 +98,12 @@ def resolve(options: Options) -> Settings:
     except ConfigError as problem:
         chosen, error = Config(), ErrorInfo(problem.code, problem.message)
     problems = [error.message] if error else []
-    rank = next((r for r in chosen.ranks if r.rank == options.rank), None)
-    if rank is None and not problems:
-        problems.append(f"{_name(chosen)}: no [[rank]] table has rank = {options.rank}")
+    place = RankConfig(options.rank)
+    if not problems:
+        try:
+            place = placement.place(chosen, options.rank)
+        except WeightcacheError as problem:
+            problems.append(problem.message)
     gid = _group(f"{_name(chosen)}: [agent] socket_group", chosen.agent.socket_group, problems)
     publish_gid = _group("--publish-group", options.publish_group, problems)
     publishers = _users(chosen, problems)
@@ -100,7 +115,7 @@ def resolve(options: Options) -> Settings:
         public=options.listen or places.public,
         config=chosen,
         error=ErrorInfo(ConfigError.code, "; ".join(problems)) if problems else None,
-        gpu=(rank or RankConfig(options.rank)).gpu,
+        gpu=place.gpu,
         gid=gid,
         publishers=publishers,
         publish_gid=publish_gid,

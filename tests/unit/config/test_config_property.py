@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from weightcache import config
+from weightcache.deployment import Deployment
 from weightcache.errors import ConfigError
 
 FILE = Path("/etc/w.toml")
@@ -20,6 +21,18 @@ text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 word = text.filter(bool)
 seconds = st.floats(min_value=1e-3, max_value=1e9)
 uuid = st.uuids().map(str)
+
+
+def deployments(last: int) -> st.SearchStrategy[Deployment]:
+    """Deployments of replicas with one rank each, up to ``last``."""
+    return st.builds(
+        Deployment,
+        dp_size=st.integers(last + 1, 65536),
+        port=st.integers(1, 65534),
+        meet_seconds=seconds,
+        base_gpu_id=st.integers(0, 100),
+        gpu_id_step=st.integers(1, 100),
+    )
 
 
 @st.composite
@@ -40,6 +53,7 @@ def configs(draw: st.DrawFn) -> config.Config:
         ),
         model=None if arguments is None else config.ModelConfig(("--model-path", arguments)),
         memory=config.MemoryConfig(backend, draw(st.integers(0, 2**20)) * 2 * 2**20),  # type: ignore[arg-type]
+        deployment=draw(st.just(Deployment()) | deployments(max(numbers))),
         policy=config.PolicyConfig(draw(st.booleans()), draw(st.booleans()), tuple(draw(st.lists(word, max_size=3)))),
         ranks=tuple(
             config.RankConfig(number, prefix + gpu if backend == "cuda" else "")
@@ -67,7 +81,13 @@ def table(header: str, value: Any) -> str:
 
 
 def written(value: config.Config) -> str:
-    parts = [table(f"[{name}]", got) for name in config.SECTIONS if (got := getattr(value, name, None)) is not None]
+    parts = [
+        table(f"[{name}]", got)
+        for name in config.SECTIONS
+        if (got := getattr(value, name, None)) is not None
+        # The default goes with any ranks where it is not written.
+        and (name != "deployment" or got != Deployment() or not value.ranks)
+    ]
     return "".join(
         parts + [table("[[rank]]", rank) for rank in value.ranks if rank.gpu or value.memory.backend == "host"]
     )
