@@ -27,7 +27,7 @@ _SPECIAL = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A method, a version of SGLang and a compute capability, all as patterns of file names, and what proved them.
+    """A method, versions of SGLang and a compute capability, all as patterns of file names, and what proved them.
 
     ``proof`` is ``parity`` (bit by bit) or ``tokens`` (equal greedy tokens).
     """
@@ -74,9 +74,19 @@ def find(known: Iterable[Proof], method: str, sglang: str, capability: str) -> P
     for proof in known:
         # "*" stands for all GPUs; what holds for them says nothing about a CPU.
         on_device = fnmatch.fnmatchcase(capability, proof.capability) and bool(capability) == bool(proof.capability)
-        if on_device and fnmatch.fnmatchcase(sglang, proof.sglang) and fnmatch.fnmatchcase(method, proof.method):
+        if on_device and _is_of(proof, method, sglang):
             return proof
     return None
+
+
+def elsewhere(known: Iterable[Proof], method: str, sglang: str) -> Sequence[str]:
+    """The compute capabilities on which ``method`` is proven, for a sentence about one where it is not."""
+    return sorted({proof.capability for proof in known if proof.capability and _is_of(proof, method, sglang)})
+
+
+def _is_of(proof: Proof, method: str, sglang: str) -> bool:
+    versions = any(fnmatch.fnmatchcase(sglang, version) for version in proof.sglang.split())
+    return versions and fnmatch.fnmatchcase(method, proof.method)
 
 
 def check_writable(path: Path) -> None:

@@ -25,6 +25,8 @@ def check(model: nn.Module, sglang: str, capability: str) -> None:
         if evidence.find(known, signature, sglang, capability) is None:
             name = signature.partition("(")[0].rpartition(".")[2]
             where = f"compute capability {capability}" if capability else "CPUs"
+            if others := evidence.elsewhere(known, signature, sglang):
+                where += f", but on {' and '.join(others)}"
             raise UnsupportedMethod(
                 f"layer {path} uses {name}, which is not proven for sharing on {where}: `wcache parity --record` "
                 'compares this model with a disk load and allows it, [policy] unproven = "check" checks every load'

@@ -23,9 +23,11 @@ from weightcache.loader.walk import MODULE_INTERNALS
 METHOD_ATTRIBUTES = ("quant_method", "scheme")
 _DEPTH = 4
 _MOST_ITEMS = 32
-# Which layer it is, how large it is, and which layers are exempt, make no difference to how it computes.
+# Which layer it is, how large it is, which layers are exempt and which experts a token goes to, make no difference to
+# how weights are laid out: of these, SGLang's post-processing reads sizes alone, and kernels what they route by.
 _LEFT_OUT = re.compile(
-    r"(layer|prefix)(_?(id|idx|index|name|num))?|.*_prefix|.*shape|ignored?(_layers)?|num_.*|.*_size_per_.*|hidden_size.*"
+    r"(layer|prefix)(_?(id|idx|index|name|num))?|.*_prefix|.*shape|num_.*|.*_size_per_.*|hidden_size.*|logical_widths"
+    r"|ignored?(_layers)?|packed_modules_mapping|top_k|routing_method_type|routed_scaling_factor"
 )
 
 _SCALARS = (bool, int, float, torch.dtype)
@@ -54,13 +56,18 @@ def signature(method: object, depth: int = 0) -> str:
     """
     words = []
     for name, value in sorted(vars(method).items() if hasattr(method, "__dict__") else ()):
-        if _LEFT_OUT.fullmatch(name) or name in MODULE_INTERNALS or name.startswith("__"):
+        if left_out(name) or name in MODULE_INTERNALS or name.startswith("__"):
             continue
         if text := _text(value, depth):
             words.append(f"{name}={text}")
     cls = type(method)
     prefix = "" if depth else f"{cls.__module__}."
     return f"{prefix}{cls.__qualname__}({', '.join(words)})"
+
+
+def left_out(name: str) -> bool:
+    """Whether signatures do not name the attribute ``name``, since no layout depends on it."""
+    return _LEFT_OUT.fullmatch(name) is not None
 
 
 def _text(value: Any, depth: int) -> str:
