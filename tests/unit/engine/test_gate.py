@@ -59,6 +59,18 @@ def test_a_method_that_is_not_proven(attribute: str, capability: str, where: str
         gate.check(model(attribute, Fp8LinearMethod()), V, capability)
 
 
+def test_a_refusal_says_where_the_same_layout_is_proven(own: Path) -> None:
+    block = model("quant_method", Fp8LinearMethod())
+    for capability in ("9.0", "8.9"):
+        evidence.record(own, methods.count(block), V, capability, "r")
+    with pytest.raises(UnsupportedMethod, match=r"for sharing on compute capability 10\.0, but on 8\.9 and 9\.0: `wcache"):
+        gate.check(block, V, "10.0")
+    with pytest.raises(UnsupportedMethod, match=r"for sharing on CPUs, but on 8\.9 and 9\.0: `wcache"):
+        gate.check(block, V, "")
+    with pytest.raises(UnsupportedMethod, match=r"for sharing on compute capability 9\.0: `wcache"):
+        gate.check(block, "0.5.23", "9.0")
+
+
 @pytest.mark.parametrize("method", [None, UnquantizedLinearMethod(), "fp8"])
 @pytest.mark.parametrize("capability", ["", "8.0", "9.0"])
 def test_what_may_pass(method: Any, capability: str) -> None:
