@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# build.sh SOURCE.tar.gz OUT [RPMBUILD ARGUMENTS]: build OUT/weightcache-VERSION.noarch.rpm and its source package from the
-# archive that packaging/source.sh made. It needs rpmbuild, no network and no root. The same archive gives the same bytes.
+# build.sh SOURCE.tar.gz OUT [RPMBUILD ARGUMENTS]: build OUT/weightcache-VERSION.noarch.rpm from the archive that
+# packaging/source.sh made. It needs rpmbuild, no network and no root. The same archive gives the same bytes. (A source
+# package names the folder where it was built: `rpmbuild -ts SOURCE.tar.gz` makes one.)
 set -euo pipefail
 umask 022
 export LC_ALL=C
@@ -25,7 +26,7 @@ options=(
 )
 # Debian's rpm knows nothing of what dpkg installed.
 [[ ! -e /etc/debian_version ]] || options+=(--nodeps)
-HOME=$work/home rpmbuild -ba "${options[@]}" "$@" "$work/weightcache.spec" >"$work/log" 2>&1 ||
+HOME=$work/home rpmbuild -bb "${options[@]}" "$@" "$work/weightcache.spec" >"$work/log" 2>&1 ||
     { cat "$work/log" >&2; exit 1; }
-cp "$work"/RPMS/noarch/*.rpm "$work"/SRPMS/*.rpm "$out/"
+cp "$work"/RPMS/noarch/*.rpm "$out/"
 ls "$out"/weightcache-*.noarch.rpm
