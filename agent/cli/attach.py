@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     statuses = []
     for rank in choose_ranks(site, options.rank):
         extra = ["--socket", str(site.rank(rank).status), "--backend", config.memory.backend]
-        gpu = next((entry.gpu for entry in config.ranks if entry.rank == rank), "")
+        gpu = site.gpu(rank)
         extra += ["--gpu", gpu] if gpu else []
         extra += ["--set", options.set] if options.set is not None else []
         extra += ["--json"] if options.json else []

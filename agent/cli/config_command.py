@@ -59,7 +59,9 @@ def _check(options: argparse.Namespace) -> int:
         print(f"{paths.CONFIG_FILE}: there is no such file; the defaults apply")
         return 0
     model = "a model" if got.model else "no model"
-    ranks = count(len(got.ranks), "rank")
+    ranks = count(len(got.ranks or got.deployment.ranks), "rank")
+    if got.deployment.node_count > 1:
+        ranks += f" on {got.deployment.node_count} nodes"
     print(f"{escape(str(got.path))}: valid ({got.memory.backend} memory, {ranks}, {model} to hold)")
     return 0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from weightcache import paths
 from weightcache.cli import (
     doctor_agents,
+    doctor_deployment,
     doctor_host,
     doctor_kept,
     doctor_loader,
@@ -85,6 +86,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
         yield note("configuration", f"{paths.CONFIG_FILE} does not exist: the defaults apply, and no model is loaded")
     else:
         yield ok("configuration", f"{site.config.path} is valid")
+        yield from doctor_deployment.deployment(site)
     yield from doctor_agents.directory(site)
     found = find_ranks(site)
     views, units = ranks.query_all(site, found), systemd.of_ranks(site, found)

@@ -100,12 +100,13 @@ def _as_configured(site: Site, view: RankView) -> Iterator[Finding]:
     if config.path is None or site.problem is not None:
         return
     restart = f"{_start(site, status.rank)[1]}: agents read the file when they start"
-    entry = next((entry for entry in config.ranks if entry.rank == status.rank), None)
-    if entry is None:
-        yield note(f"rank {status.rank}", f"an agent runs, and {config.path} has no such rank", "add a [[rank]] for it")
-    elif (status.backend, status.gpu_uuid) != (config.memory.backend, entry.gpu):
+    gpu = site.gpu(status.rank)
+    if status.rank not in site.ranks and not site.lost:
+        advice = "add a [[rank]] for it, or stop it: `wcache ranks` prints the ranks of this host"
+        yield note(f"rank {status.rank}", f"an agent runs, and {config.path} has no such rank on this host", advice)
+    elif (status.backend, status.gpu_uuid) != (config.memory.backend, gpu):
         running = f"{status.backend} {status.gpu_uuid}".strip()
-        wanted = f"{config.memory.backend} {entry.gpu}".strip()
+        wanted = f"{config.memory.backend} {gpu}".strip()
         yield note(f"rank {status.rank}", f"the agent runs on {running}, the file says {wanted}", restart)
     public = site.rank(status.rank).public
     if not public.is_socket():

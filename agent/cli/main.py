@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import weightcache
 from weightcache import keeper, protocol
-from weightcache.cli import attach, config_command, control, doctor, leave, load, metrics, parity, status
+from weightcache.cli import attach, config_command, control, deployment, doctor, leave, load, metrics, parity, status
 from weightcache.cli.parsing import Parser, add_global, unknown
 
 Command = Callable[..., int]
@@ -20,6 +20,7 @@ EPILOG = """\
 examples:
   wcache status                        one line a rank, its sets and the engines attached
   wcache status --json | jq .ranks     the same for programs ("schema": 1)
+  wcache ranks                         which ranks of the deployment are this host's, and on which GPUs
   wcache load --wait 600               load the configured model now and wait for it
   wcache attach --check                map what is resident without an engine and compare its digests
   wcache drain --rank 1 --wait 300     stop giving out rank 1's weights, wait for its engines, free them
@@ -37,6 +38,7 @@ exit status:
 
 environment:
   WEIGHTCACHE_RUNTIME_DIR   directory of the sockets, where neither option nor configuration names one
+  WEIGHTCACHE_NODE_RANK     which of deployment.nodes this host is, where its names and addresses do not say so
   WEIGHTCACHE_TRACEBACK=1   show where in the program an error came from
   NO_COLOR                  never use colour"""
 
@@ -47,7 +49,7 @@ def parser() -> Parser:
     add_global(top, top=True)
     top.add_argument("--version", action="version", version=_version(), help="print the version and leave")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for module in (status, load, attach, control, config_command, parity, doctor, metrics):
+    for module in (status, deployment, load, attach, control, config_command, parity, doctor, metrics):
         module.register(commands)
     text = "keep weights over an agent's crashes without systemd"
     command = commands.add_parser("keeper", help=text, description=keeper.DESCRIPTION)

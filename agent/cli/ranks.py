@@ -26,13 +26,14 @@ Quiet = Callable[[], AbstractContextManager[None]]
 
 def open_site(options: argparse.Namespace) -> Site:
     """The site that the global options name."""
-    return sites.open_site(options.config, options.runtime_dir)
+    return sites.open_site(options.config, options.runtime_dir, getattr(options, "node", None))
 
 
 def warn_of_config(site: Site) -> None:
-    """Mention a broken configuration file to an operator whose command works without it."""
-    if site.problem is not None:
-        print(f"wcache: note: {escape(site.problem.message)}", file=sys.stderr)
+    """Mention what is wrong with the configuration to an operator whose command works without it."""
+    for problem in (site.problem, site.lost):
+        if problem is not None:
+            print(f"wcache: note: {escape(problem.message)}", file=sys.stderr)
 
 
 def query_all(site: Site, ranks: list[int]) -> list[RankView]:

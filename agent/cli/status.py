@@ -7,9 +7,9 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from weightcache.cli import ranks, systemd
+from weightcache.cli import ranks, status_nodes, systemd
 from weightcache.cli.parsing import Parser, add_global, add_rank
-from weightcache.monitor import words
+from weightcache.monitor import peers, words
 from weightcache.monitor.site import find_ranks
 from weightcache.monitor.view import RankView, plain, verdict
 from weightcache.text import coloured, duration, escape, paint, size, table
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from weightcache.cli.systemd import Units
 
 DESCRIPTION = """\
-Show the state of every rank of this host. A rank whose agent does not answer is shown as last known.
+Show the state of every rank of this host. A rank whose agent does not answer is shown as last known. Of a deployment on
+several nodes, the others are shown as their exporters tell it (weightcache-exporter, with [exporter] listen at an
+address that this host reaches); the exit status is about this host.
 
 states: empty, loading, ready, drained (by an operator), failed (the last load, or the configuration),
 degraded (the resident bytes failed verification); without an agent: stopped, or the state before it went away, or
@@ -56,11 +58,19 @@ def run(options: argparse.Namespace) -> int:
     site = ranks.open_site(options)
     ranks.warn_of_config(site)
     views = ranks.query_all(site, find_ranks(site) if options.rank is None else [options.rank])
+    others = peers.ask(site) if options.rank is None else ()
     down = [view.status.rank for view in views if view.agent == "down"]
     if options.json:
-        print(json.dumps({"schema": 1, "ranks": [plain(view) for view in views]}, indent=2))
-    elif views:
-        print("\n".join(_lines(views, systemd.of_ranks(site, down))))
+        of_nodes = [status_nodes.plain(peer) for peer in others]
+        print(json.dumps({"schema": 1, "ranks": [plain(view) for view in views], "nodes": of_nodes}, indent=2))
+    else:
+        lines = _lines(views, systemd.of_ranks(site, down)) if views else []
+        if others:
+            lines = [status_nodes.title(site.node, site.config.deployment.nodes[site.node], here=True), *lines]
+        for peer in others:
+            lines += ["", *status_nodes.lines(peer)]
+        if lines:
+            print("\n".join(lines))
     return verdict(site, views)
 
 

@@ -13,7 +13,7 @@ from weightcache import checkpoint, client, paths, protocol
 from weightcache.errors import AgentUnavailable, Mismatch, UsageError, WeightcacheError
 from weightcache.launch import daemon_config, detached, explain, layout, precheck, sockets
 from weightcache.launch.console import say
-from weightcache.launch.waiting import parallel
+from weightcache.parallel import parallel
 from weightcache.paths import RankPaths
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from weightcache import __version__, client, paths, protocol
 from weightcache.errors import AgentUnavailable, WeightcacheError
-from weightcache.launch.waiting import parallel
+from weightcache.parallel import parallel
 from weightcache.paths import RankPaths
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The exporter: the metrics of all ranks of this host at one address, for Prometheus.
+"""The exporter: the metrics of all ranks of this host at one address, for Prometheus, and their state for other nodes.
 
 It subscribes to the agents once. A scrape is answered with what they said last, and never waits for one of them.
 """
@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from weightcache.errors import ConfigError
-from weightcache.monitor import gpus, metrics
+from weightcache.monitor import brief, gpus, metrics
 from weightcache.monitor.live import Live
 from weightcache.monitor.web import HEAD_BYTES, Answer, Request, Web
 from weightcache.text import escape
@@ -58,11 +58,13 @@ class Pages:
     def metrics(self, request: Request) -> Answer:
         """All metrics, in the format that the client asks for."""
         wanted = metrics.OPENMETRICS if metrics.OPENMETRICS in request.headers.get("accept", "") else ""
-        made = self._made.get(wanted)
-        if made is None or time.monotonic() - made[0] > SAME_SECONDS:
-            text = metrics.text(self._source.snapshot(), self._gpus, wanted)
-            made = self._made[wanted] = time.monotonic(), Answer(200, *text)
-        return made[1]
+        return self._latest(wanted, lambda: Answer(200, *metrics.text(self._source.snapshot(), self._gpus, wanted)))
+
+    def status(self, _: Request) -> Answer:
+        """What all ranks hold, for `wcache status` on the other nodes of a deployment."""
+        return self._latest(
+            "status", lambda: Answer(200, brief.encode(self._source.snapshot().ranks), "application/json")
+        )
 
     def health(self, _: Request) -> Answer:
         """One line a rank; 503 when no agent answers."""
@@ -73,6 +75,12 @@ class Pages:
             why = view.status.state if up else f"{view.agent}: {view.reason.message if view.reason else ''}"
             lines.append(f"rank {view.status.rank}: {escape(why)}\n")
         return Answer(200 if answering else 503, "".join(lines or ["no rank is known\n"]).encode())
+
+    def _latest(self, name: str, make: Callable[[], Answer]) -> Answer:
+        made = self._made.get(name)
+        if made is None or time.monotonic() - made[0] > SAME_SECONDS:
+            made = self._made[name] = time.monotonic(), make()
+        return made[1]
 
     def _look(self) -> None:
         never = threading.Event()
@@ -99,7 +107,7 @@ async def _serve(
     stop = asyncio.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sign, stop.set)
-    web = Web({"/metrics": pages.metrics, "/health": pages.health})
+    web = Web({"/metrics": pages.metrics, "/status": pages.status, "/health": pages.health})
     if handed:
         servers = [
             await asyncio.start_server(web.talk, sock=sock, limit=HEAD_BYTES, backlog=BACKLOG) for sock in handed

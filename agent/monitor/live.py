@@ -63,7 +63,8 @@ class Live:
             events += happened
         events.sort(key=lambda event: event.happened.at)
         facts = self._host.now(ranks) if self._host else None
-        problem = self._site.problem.message if self._site.problem else ""
+        wrong = self._site.problem or self._site.lost
+        problem = wrong.message if wrong else ""
         return Snapshot(
             at=time.time(),
             host=socket.gethostname(),

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from weightcache.errors import tree
-from weightcache.monitor import labels
+from weightcache.monitor import brief, labels
 from weightcache.monitor.families import EVENTS, KEPT, LOADS, OTHER, REFUSALS, STATES
 from weightcache.monitor.page import Page
 from weightcache.status import ATTACH_BOUNDS
@@ -71,20 +71,12 @@ def _rank(page: Page, view: RankView, now: float, gpu: Gpu | None) -> None:
     page.add("weightcache_rank", (*key, backend, labels.clean(status.version), bus, name), 1)
     page.add("weightcache_agent_up", key, view.agent == "up")
     page.add("weightcache_rank_ready", key, view.agent == "up" and status.state == "ready")
-    page.one_of("weightcache_rank_state", key, STATES, _state(view))
+    page.one_of("weightcache_rank_state", key, STATES, brief.state(view))
     if view.agent == "up":
         _condition(page, key, status)
         _sets(page, key, status)
         _use(page, key, status, now)
         _counters(page, key, status, view.heard_at)
-
-
-def _state(view: RankView) -> str:
-    if view.agent == "up":
-        return view.status.state if view.status.state in STATES else "unknown"
-    if view.agent == "closed":
-        return "unknown"
-    return "down" if view.heard_at and view.status.state != "stopped" else "stopped"
 
 
 def _condition(page: Page, key: tuple[str, ...], status: RankStatus) -> None:

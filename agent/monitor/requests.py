@@ -7,17 +7,16 @@ answer is a line in the engine's access log, so that it is asked seldom.
 from __future__ import annotations
 
 import contextlib
-import http.client
-import io
 import ipaddress
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import psutil
+
+from weightcache.monitor import fetch
 
 TIMEOUT_SECONDS = 0.5
 """For the whole exchange with one server."""
@@ -63,7 +62,7 @@ def address(argv: Sequence[str]) -> Address | None:
 
 def ask(server: Address) -> Load:
     """The load of one server. Raises something if it does not answer in time, wants a key, or says something else."""
-    return _parse(_get(server, "/v1/loads?include=core", time.monotonic() + TIMEOUT_SECONDS))
+    return _parse(fetch.get(server, "/v1/loads?include=core", TIMEOUT_SECONDS, MAX_ANSWER))
 
 
 class Requests:
@@ -132,41 +131,6 @@ def _own(host: str) -> str:
         return str(parsed)
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     return str(parsed) if str(parsed) in own else ""
-
-
-class _Received:
-    """What http.client reads from in place of a socket."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def makefile(self, _mode: str) -> io.BytesIO:
-        return io.BytesIO(self._data)
-
-
-def _get(server: Address, path: str, deadline: float) -> bytes:
-    """The body of an answer. Raises OSError, or HTTPException for anything but 200.
-
-    http.client's own timeout is for one recv(): a server that sends a byte now and then would hold it for ever.
-    """
-    name = f"[{server.host}]" if ":" in server.host else server.host
-    request = f"GET {path} HTTP/1.0\r\nHost: {name}:{server.port}\r\nAccept: application/json\r\n\r\n"
-    data = b""
-    with socket.create_connection(server, max(deadline - time.monotonic(), 0.01)) as connection:
-        connection.sendall(request.encode())
-        while True:
-            connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            chunk = connection.recv(MAX_ANSWER)
-            data += chunk
-            if not chunk:
-                break
-            if len(data) > MAX_ANSWER or time.monotonic() > deadline:
-                raise TimeoutError
-    response = http.client.HTTPResponse(_Received(data))  # type: ignore[arg-type]
-    response.begin()
-    if response.status != http.client.OK:
-        raise http.client.HTTPException(response.status)
-    return response.read()
 
 
 def _parse(body: bytes) -> Load:

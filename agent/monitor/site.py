@@ -6,28 +6,44 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcache import config as configuration, paths
+from weightcache import config as configuration, gpus, nodes, paths, placement
 from weightcache.config import Config
-from weightcache.errors import AgentUnavailable, ConfigError
+from weightcache.errors import AgentUnavailable, ConfigError, WeightcacheError
 
 _FILES = re.compile(r"(\d{1,5})(?:\.status)?\.(?:sock|json)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The configuration that commands go by, and where the sockets are.
+    """The configuration that commands go by, where the sockets are, and which of a deployment's nodes this host is.
 
     ``problem``: why the configuration file could not be used; the agents may serve all the same, so that most
-    commands go on with the defaults.
+    commands go on with the defaults. ``lost``: why it is not known which node this is. ``gpus`` are this host's, where
+    they decide on which GPU a rank is.
     """
 
     config: Config
     directory: Path
     problem: ConfigError | None = None
+    node: int = 0
+    lost: ConfigError | None = None
+    gpus: tuple[str, ...] = ()
 
     def rank(self, rank: int) -> paths.RankPaths:
         """The sockets and files of one rank."""
         return paths.RankPaths(self.directory, rank)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that this host is configured for."""
+        return () if self.config.path is None or self.lost else placement.of_node(self.config, self.node)
+
+    def gpu(self, rank: int) -> str:
+        """The GPU that the rank is configured for, or an empty text."""
+        try:
+            return placement.place(self.config, rank, lambda: self.gpus).gpu
+        except WeightcacheError:
+            return ""
 
     def require_config(self) -> Config:
         """The configuration, or the ConfigError of its file."""
@@ -36,8 +52,11 @@ class Site:
         return self.config
 
 
-def open_site(config: Path | None, runtime_dir: Path | None) -> Site:
-    """Read the configuration: ``config`` if given, which then has to be valid, or the system's, which need not."""
+def open_site(config: Path | None, runtime_dir: Path | None, node: int | None = None) -> Site:
+    """Read the configuration: ``config`` if given, which then has to be valid, or the system's, which need not.
+
+    ``node``: which node of the deployment this host is, if somebody says so.
+    """
     problem = None
     try:
         found = configuration.load(config)
@@ -46,12 +65,18 @@ def open_site(config: Path | None, runtime_dir: Path | None) -> Site:
             raise
         problem, found = error, Config()
     directory = runtime_dir or found.agent.runtime_dir or paths.runtime_dir()
-    return Site(found, Path(directory), problem)
+    lost = None
+    try:
+        node = nodes.this_node(found.deployment.nodes, node)
+    except ConfigError as error:
+        node, lost = 0, error
+    derived = not found.ranks and found.memory.backend == "cuda"
+    return Site(found, Path(directory), problem, node, lost, gpus.installed() if derived else ())
 
 
 def find_ranks(site: Site) -> list[int]:
     """The configured ranks and those that have a socket or a status file."""
-    ranks = {entry.rank for entry in site.config.ranks} if site.config.path is not None else set()
+    ranks = set(site.ranks)
     try:
         names = [entry.name for entry in site.directory.iterdir()]
     except OSError:
@@ -61,8 +86,10 @@ def find_ranks(site: Site) -> list[int]:
 
 
 def choose_ranks(site: Site, asked: int | None) -> list[int]:
-    """The rank asked for, or all. Raises AgentUnavailable when there is none."""
+    """The rank asked for, or all. Raises AgentUnavailable when there is none, ConfigError when nobody knows."""
     ranks = find_ranks(site) if asked is None else [asked]
+    if not ranks and site.lost:
+        raise site.lost
     if not ranks:
         raise AgentUnavailable(
             f"no agent: {site.directory} holds no socket and no rank is configured (systemctl start weightcache@0?)"

@@ -92,6 +92,5 @@ def _last_known(file: Path) -> tuple[RankStatus, float] | None:
 
 
 def _blank(site: Site, rank: int, error: ErrorInfo) -> RankStatus:
-    gpu = next((entry.gpu for entry in site.config.ranks if entry.rank == rank), "")
     backend = site.config.memory.backend
-    return RankStatus(rank, "unknown", backend, gpu, "", 0, 0.0, "", (), (), None, error, None)
+    return RankStatus(rank, "unknown", backend, site.gpu(rank), "", 0, 0.0, "", (), (), None, error, None)

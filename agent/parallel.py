@@ -1,4 +1,4 @@
-"""Ask several agents at once, each within the same deadline."""
+"""Several tasks at the same time, all within one deadline."""
 
 from __future__ import annotations
 
