@@ -23,6 +23,11 @@ class RankPaths:
     directory: Path
     rank: int
 
+    @classmethod
+    def of(cls, public: Path) -> RankPaths:
+        """Those of the rank whose public socket is at ``public``."""
+        return cls(public.parent, int(public.name.partition(".")[0]))
+
     @property
     def public(self) -> Path:
         """The socket that activates the agent: hello, attach, load."""

@@ -3,7 +3,7 @@
 Every packet is ``{"protocol": N, "type": TAG, "fds": COUNT, ...fields}``. The protocol number is looked at first, so
 that version skew is its own error and never a decoding problem. Which message may be sent where:
 
-    RANK.sock          Hello, Attach, Load                      (activates the agent)
+    RANK.sock          Hello, Attach, Load; Lead, Join between agents    (activates the agent)
     RANK.status.sock   Status, Watch, Inspect, Renew, Verify, Evict, Drain, Resume    (never activates, never loads)
     a lease            Faulted                                  (on the connection of an answered Attach or Renew)
     RANK.publish.sock  Begin, Progress, Publish, Commit, Abort  (loaders and donors)
@@ -68,9 +68,28 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load the configured model now. Answers: Progress..., then Loaded or Failure."""
+    """Load the configured model now, ``again`` also where it is resident. Answers: Progress..., then Loaded or Failure."""
 
     wait_seconds: float
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """An agent asks the one that leads its launch to load for all ranks of this host. Answer: Done, once all joined."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The leader asks a rank to take part in a launch. Answer: Joined.
+
+    The connection then lives as long as the launch: the leader sends Progress as a sign of life, and each side says
+    how it ended, Done or Failure. The end of the connection ends the launch.
+    """
+
+    group: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,12 +216,16 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A set. Descriptors: the manifest (a sealed memfd), then one per arena, in order."""
+    """A set. Descriptors: the manifest (a sealed memfd), then one per arena, in order.
+
+    ``group`` names the load that it came from: the ranks of one engine serve sets of one load, or none.
+    """
 
     set_id: str
     role: str
     lease: str
     arenas: tuple[ArenaInfo, ...]
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +240,14 @@ class Loaded:
     """The configured model is resident."""
 
     set_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """This rank takes part: the token for its process of the loader, and the GPU that it serves."""
+
+    token: str
+    gpu_uuid: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +346,9 @@ class Failure:
 
 
 Message = (
-    Hello | Attach | Load | Status | Watch | Inspect | Renew | Faulted | Verify | Evict | Drain | Resume
+    Hello | Attach | Load | Lead | Join | Status | Watch | Inspect | Renew | Faulted | Verify | Evict | Drain | Resume
     | Begin | Publish | Commit | Abort | Run
-    | Welcome | Progress | Attached | DonationInvited | Loaded | RankReport | Observed | Renewed | Verified | Done
+    | Welcome | Progress | Attached | DonationInvited | Loaded | Joined | RankReport | Observed | Renewed | Verified | Done
     | Accepted | Published | Committed | Output | Alive | Ended | Failure
 )  # fmt: skip
 

@@ -49,6 +49,8 @@ class LeaseStatus:
 class SetStatus:
     """A resident weight set. ``version`` counts from 1 for each role; ``suspect`` says why it is being examined.
 
+    ``group`` names the load that it came from, the same on all ranks of one launch.
+
     ``leases`` are all ``leases_total``, or the newest of more than a packet carries.
     """
 
@@ -68,6 +70,7 @@ class SetStatus:
     leases: tuple[LeaseStatus, ...]
     suspect: str = ""
     leases_total: int = 0
+    group: str = ""
 
     @property
     def unnamed(self) -> int:

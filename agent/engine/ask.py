@@ -29,6 +29,7 @@ class Offer:
 
     set_id: str
     role: str
+    group: str
     manifest: Manifest
     arenas: tuple[ArenaInfo, ...]
     region: Region
@@ -137,7 +138,7 @@ def _offer(
         except BaseException:
             mapping.discard()
             raise
-        return Offer(message.set_id, message.role, body, message.arenas, mapping.region(), conversation)
+        return Offer(message.set_id, message.role, message.group, body, message.arenas, mapping.region(), conversation)
     finally:
         transport.close_all(fds)  # the mapping alone keeps the memory
 

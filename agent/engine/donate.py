@@ -53,7 +53,7 @@ class Observed:
 
 def publish_path(public: Path) -> Path:
     """The publish socket beside a rank's public socket."""
-    return RankPaths(public.parent, int(public.name.partition(".")[0])).publish
+    return RankPaths.of(public).publish
 
 
 def load_observed(
@@ -86,11 +86,15 @@ def donate(
     device: torch.device,
     public: Path,
     token: str,
+    group: str,
     directive: Directive,
 ) -> Donation:
-    """Load, publish, go on serving from the arenas. A failure to publish never costs the engine its model."""
+    """Load, publish, go on serving from the arenas. A failure to publish never costs the engine its model.
+
+    ``group`` is the launch's name on all ranks.
+    """
     try:
-        publication = Publication(publish_path(public), source="donor", group=directive.group, token=token)
+        publication = Publication(publish_path(public), source="donor", group=group, token=token)
     except WeightcacheError as error:
         logger.warning("weightcache: this engine's weights are not cached: %s", error)
         return Donation(load(), None, error)

@@ -10,14 +10,16 @@ from typing import Any, NoReturn
 from torch import nn
 
 from weightcache.engine import adapter, state
+from weightcache.engine.agree import wait_for_all
 from weightcache.engine.ask import socket_of
-from weightcache.engine.directive import TOKEN_VARIABLE, Directive
+from weightcache.engine.directive import Directive, token_for
 from weightcache.engine.donate import load_for_agent, publish_path
 from weightcache.engine.observe import observe
 from weightcache.engine.serve import device_of
 from weightcache.errors import LoadFailed, NoRoom, WeightcacheError
 from weightcache.loader.publication import Publication
 from weightcache.memory import open_memory
+from weightcache.paths import RankPaths
 
 
 class PublishingLoader:
@@ -64,18 +66,26 @@ class PublishingLoader:
 
 def _publication(directive: Directive, device: Any) -> Publication:
     if state.process.publication is None:
-        path = publish_path(socket_of(directive, device, adapter.global_rank()))
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        state.process.publication = Publication(path, source="loader", group=directive.group, token=token)
+        public = socket_of(directive, device, adapter.global_rank())
+        token = token_for(RankPaths.of(public).rank)
+        state.process.publication = Publication(
+            publish_path(public), source="loader", group=directive.group, token=token
+        )
     return state.process.publication
 
 
 def finish() -> NoReturn:
-    """All models of this rank are published: commit, and end the process before it allocates KV memory."""
-    if state.process.publication is None:
+    """All models of all ranks are published: commit, and end the process before it allocates KV memory."""
+    publication = state.process.publication
+    if publication is None:
         raise SystemExit(1)
-    state.process.publication.commit()
-    state.process.publication.close()
+    try:
+        wait_for_all()  # a rank that cannot publish leaves nothing of the others behind
+    except Exception as error:
+        publication.abort(LoadFailed(f"another rank of the launch has failed: {_first_line(error)}"))
+        raise
+    publication.commit()
+    publication.close()
     # Nothing is left to flush, and an orderly end of SGLang and NCCL keeps the CUDA context for seconds.
     sys.stdout.flush()
     sys.stderr.flush()

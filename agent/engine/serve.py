@@ -6,6 +6,7 @@ caches (its rotary embeddings), so a failure after it ends the process, and the 
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import time
@@ -74,7 +75,8 @@ class ServingLoader:
         answer = self._answer(model_config, device)
         started = time.perf_counter()
         resident = sum(arena.bytes for arena in answer.offer.arenas) if answer.offer else 0
-        agreement = agree(answer.vote, resident)
+        group = answer.offer.group if answer.offer else self.directive.group
+        agreement = self._together(answer, agree(answer.vote, resident, group))
         answer.milliseconds["collective"] = (time.perf_counter() - started) * 1000
         role = role_of(model_config, self.inner.load_config)
         if self.directive.explain:
@@ -82,7 +84,9 @@ class ServingLoader:
         if agreement.vote is Vote.ATTACH and answer.offer is not None:
             return self._attach(answer, answer.offer, agreement, model_config, device)
         if agreement.vote is Vote.DONATE and answer.invitation is not None and answer.fingerprint is not None:
-            return self._donate(answer.invitation, answer.fingerprint, model_config, device_config, device)
+            return self._donate(
+                answer.invitation, answer.fingerprint, agreement.group, model_config, device_config, device
+            )
         answer.withdraw()
         if agreement.vote is Vote.REFUSE:
             self._refuse(answer, agreement, role)
@@ -90,6 +94,16 @@ class ServingLoader:
         self._report(role, "disk", error=reason, milliseconds=answer.milliseconds)
         model: nn.Module = self.inner.load_model(model_config=model_config, device_config=device_config)
         return model
+
+    def _together(self, answer: Answer, agreement: Agreement) -> Agreement:
+        """The same, unless all ranks hold weights, but not those of one load."""
+        if agreement.apart is None:
+            return agreement
+        answer.reason = AttachFailed(
+            f"rank {agreement.apart} holds weights of another load than rank 0: `wcache load --again` on each host"
+        )
+        refuses = self.directive.on_mismatch == "error"
+        return dataclasses.replace(agreement, vote=Vote.REFUSE if refuses else Vote.DISK)
 
     def _answer(self, model_config: Any, device: torch.device) -> Answer:
         """Never raises: whatever happens here is one rank's vote, and all ranks must get to the vote."""
@@ -193,6 +207,7 @@ class ServingLoader:
         self,
         invitation: Invitation,
         fingerprint: Fingerprint,
+        group: str,
         model_config: Any,
         device_config: Any,
         device: torch.device,
@@ -206,6 +221,7 @@ class ServingLoader:
             device,
             path,
             invitation.token,
+            group,
             self.directive,
         )
         if donation.produced is None:

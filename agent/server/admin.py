@@ -107,7 +107,7 @@ async def inspect(agent: Agent, connection: Connection, request: Inspect) -> Non
     if chosen is None:
         raise Empty(f"rank {agent.settings.rank} holds no such set")
     with chosen.lent() as fds:
-        await connection.send(Attached(chosen.id, chosen.info.role, "", chosen.info.arenas), fds)
+        await connection.send(Attached(chosen.id, chosen.info.role, "", chosen.info.arenas, chosen.record.group), fds)
     await leases.until_gone(connection)
 
 

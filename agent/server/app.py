@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weightcache")
 
-RECORD_SCHEMA = 1
+RECORD_SCHEMA = 2
 """Sets whose record has another schema are not adopted."""
 
 
@@ -182,6 +182,7 @@ class Agent:
                     backend=memory.backend,
                     gpu=self.settings.gpu,
                     companions=companions,
+                    group=production.published_as,
                     info=item.info,
                 ),
                 item.fds,

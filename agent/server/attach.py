@@ -61,11 +61,13 @@ async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
 async def load(agent: Agent, connection: Connection, request: Load) -> None:
     """Load the configured model, or find that it is resident already, with all sets of its load."""
     deadline = time.monotonic() + request.wait_seconds
+    again = request.again
     while True:
         require_giving(agent)
         resident = agent.sets.newest("target")
-        if agent.production is None and resident and agent.sets.whole(resident):
+        if agent.production is None and resident and agent.sets.whole(resident) and not again:
             return await connection.send(Loaded(resident.id))
+        again = False
         await wait_for(connection, agent.production or loads.begin(agent), deadline)
 
 
@@ -106,13 +108,17 @@ async def _hand_out(agent: Agent, connection: Connection, resident: ResidentSet,
     lease = agent.lease(resident, connection.peer)
     try:
         with resident.lent() as fds:
-            await connection.send(Attached(resident.id, resident.info.role, lease.id, resident.info.arenas), fds)
+            await connection.send(_attached(resident, lease.id), fds)
     except BaseException:
         agent.end_lease(lease)
         raise
     if began is not None:
         agent.measures.attached(time.monotonic() - began)
     await leases.hold(agent, connection, lease)
+
+
+def _attached(resident: ResidentSet, lease: str) -> Attached:
+    return Attached(resident.id, resident.info.role, lease, resident.info.arenas, resident.record.group)
 
 
 async def _until_examined(agent: Agent, connection: Connection, resident: ResidentSet, deadline: float) -> None:

@@ -7,8 +7,22 @@ from typing import TYPE_CHECKING
 
 from weightcache import protocol
 from weightcache.errors import Mismatch, PermissionRefused, ProtocolError, WeightcacheError
-from weightcache.protocol import Attach, Drain, Evict, Hello, Inspect, Load, Renew, Resume, Status, Verify, Watch
-from weightcache.server import admin, attach, publish, report, verify, watch
+from weightcache.protocol import (
+    Attach,
+    Drain,
+    Evict,
+    Hello,
+    Inspect,
+    Join,
+    Lead,
+    Load,
+    Renew,
+    Resume,
+    Status,
+    Verify,
+    Watch,
+)  # fmt: skip
+from weightcache.server import admin, attach, joining, publish, report, verify, watch
 from weightcache.server.connection import Door, PeerLeft
 from weightcache.server.journal import event
 
@@ -74,6 +88,13 @@ async def _public(agent: Agent, connection: Connection) -> None:
                 raise
         case Load():
             await attach.load(agent, connection, message)
+        case Lead() | Join():
+            agent.settings.require_operator(connection.peer, "start a load of several ranks")
+            attach.require_giving(agent)
+            if isinstance(message, Lead):
+                await joining.lead(agent, connection, message)
+            else:
+                await joining.join(agent, connection, message)
         case _:
             raise _misplaced(message, connection)
 

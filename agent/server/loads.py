@@ -8,9 +8,10 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from weightcache.errors import Empty, LoadFailed, from_code
+from weightcache.errors import Empty, LoadFailed, WeightcacheError, from_code
 from weightcache.protocol import ErrorInfo
 from weightcache.server.child import start
+from weightcache.server.launch import Launch, follow
 from weightcache.server.waiting import first
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ LINGER_SECONDS = 30.0
 
 LAST_WORDS_SECONDS = 5.0
 """How long to wait for the exit status after the connection closed, and for the last packets after the exit."""
+
+OTHERS_SECONDS = 1.0
+"""How long to wait for another rank's reason after the loader ended without one of this rank's."""
 
 SAMPLE_SECONDS = 5.0
 
@@ -45,7 +49,8 @@ def begin(agent: Agent, group: str = "") -> Production:
         raise LoadFailed(f"the last load failed, the next try is allowed in {left:.0f} s: {agent.failure.message}")
     agent.forget_failure()
     production = agent.start("loader", group or secrets.token_hex(8))
-    job = agent.spawn(_run(agent, production, set(agent.jobs)))
+    leads = settings.launch[0] == settings.rank
+    job = agent.spawn(_run(agent, production, set(agent.jobs)) if leads else follow(agent, production))
     agent.jobs.add(job)
     job.add_done_callback(agent.jobs.discard)
     return production
@@ -70,50 +75,87 @@ def environment(settings: Settings, backend: str, gpu: str, **extra: str) -> dic
 async def _run(agent: Agent, production: Production, previous: set[asyncio.Task[None]]) -> None:
     if previous:  # two loaders at once would need twice the memory
         await asyncio.wait(previous)
+    launch = Launch(agent, production)
+    problem: ErrorInfo | None = ErrorInfo(LoadFailed.code, "the load was given up")
+    try:
+        await launch.gather()
+        child = await _start(agent, production, launch)
+        try:
+            problem = await _watch(agent, production, child, launch)
+        finally:
+            await child.stop()
+    except WeightcacheError as error:
+        problem = ErrorInfo(error.code, error.message)
+    finally:
+        if problem:
+            agent.give_up(production, problem)
+        await launch.end(problem)
+
+
+async def _start(agent: Agent, production: Production, launch: Launch) -> Child:
+    """Start the loader's command. Raises LoadFailed."""
     settings = agent.settings
     loader, memory = settings.config.loader, settings.config.memory
+    deployment, node = settings.config.deployment, settings.node
     arguments = settings.config.model.arguments if settings.config.model else ()
+    tokens = {settings.rank: production.token} | {member.rank: member.token for member in launch.members}
+    gpus = {settings.rank: settings.gpu} | {member.rank: member.gpu for member in launch.members}
+    several = deployment.node_count > 1
+    meeting = ("--nodes", ",".join(deployment.nodes), "--meet-port", str(deployment.port)) if several else ()
     command = [
         *loader.command,
         "load",
         *("--backend", memory.backend),
         *("--socket-dir", str(settings.paths.directory)),
-        *("--ranks", str(settings.rank)),
+        *("--ranks", ",".join(_number(settings, rank) for rank in sorted(tokens))),
         *("--group", production.group),
         *("--arena-bytes", str(memory.arena_bytes)),
         *(("--unproven", "check") if settings.config.policy.unproven == "check" else ()),
-        *("--", *arguments),
+        *(("--node", str(node), *meeting, "--meet-seconds", f"{deployment.meet_seconds:g}") if several else ()),
+        *("--", *arguments, *deployment.arguments(node)),
     ]
-    try:
-        child = await start(
-            command,
-            environment(settings, memory.backend, settings.gpu, WEIGHTCACHE_TOKEN=production.token),
-            lambda line: log.info("loader: %s", line),
-            settings.loader_socket,
-        )
-    except LoadFailed as error:
-        agent.give_up(production, ErrorInfo(error.code, error.message))
-        return
-    try:
-        problem = await _watch(agent, production, child)
-    finally:
-        await child.stop()
-    if problem:
-        agent.give_up(production, problem)
+    return await start(
+        command,
+        environment(
+            settings,
+            memory.backend,
+            ",".join(gpus[rank] for rank in sorted(gpus)),
+            WEIGHTCACHE_TOKEN=_token(tokens),
+        ),
+        lambda line: log.info("loader: %s", line),
+        settings.loader_socket,
+    )
 
 
-async def _watch(agent: Agent, production: Production, child: Child) -> ErrorInfo | None:
+def _token(tokens: dict[int, str]) -> str:
+    if len(tokens) == 1:
+        return next(iter(tokens.values()))
+    return ",".join(f"{rank}={tokens[rank]}" for rank in sorted(tokens))
+
+
+def _number(settings: Settings, rank: int) -> str:
+    """The rank as SGLang counts it, which knows of one replica only, and the one in its agent's name if it differs."""
+    inside = settings.config.deployment.in_replica(rank) if len(settings.launch) > 1 else rank
+    return str(rank) if inside == rank else f"{inside}:{rank}"
+
+
+async def _watch(agent: Agent, production: Production, child: Child, launch: Launch) -> ErrorInfo | None:
     """Wait for the outcome: None once it is decided, or why there will be none."""
     limits = _Limits(agent.settings, production, child)
-    while not production.left.is_set() and not child.exited.is_set():
-        await first(production.left, child.exited, seconds=limits.interval)
+    while not (production.left.is_set() or child.exited.is_set() or launch.failed.is_set()):
+        await first(production.left, child.exited, launch.failed, seconds=limits.interval)
         if not production.left.is_set() and (problem := limits.exceeded()):
             return ErrorInfo(LoadFailed.code, f"the loader {problem}{child.last_words()}")
-    if production.publisher and not production.left.is_set():
+        await launch.alive()
+    if production.publisher and not production.left.is_set() and not launch.failed.is_set():
         await first(production.left, seconds=LAST_WORDS_SECONDS)
     if production.ended.is_set():
-        await first(child.exited, seconds=LINGER_SECONDS)
-        return None
+        await first(child.exited, launch.failed, seconds=LINGER_SECONDS)
+        return launch.error if production.committed else None
+    if not production.error and launch.members:  # what ended the loader may have happened to another rank
+        await first(launch.failed, seconds=OTHERS_SECONDS)
+    if launch.error and not production.error:
+        return launch.error
     await first(child.exited, seconds=LAST_WORDS_SECONDS)
     if production.error:
         return production.error

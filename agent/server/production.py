@@ -40,6 +40,8 @@ class Production:
     ) -> None:
         self.source = source
         self.group = group
+        self.published_as = group
+        """The group that the sets belong to; a publisher may know better than whoever asked for the load."""
         self.token = secrets.token_hex(16)
         self.started = time.monotonic()
         self.alive_at = self.started
@@ -49,6 +51,8 @@ class Production:
         self.holders: list[Holder] = []
         self.publisher: Connection | None = None
         self.claimed = False
+        self.joined = asyncio.Event()
+        """Set when all ranks that load together take part (for a leader), or when this one does (for the others)."""
         self.committed = False
         self.error: ErrorInfo | None = None
         self._dispose = dispose

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MAX_DESCRIPTION = 32 * 1024
 """Largest description of a set without its arenas: a status packet carries several of them."""
 
+_GROUP = re.compile(r"[0-9A-Za-z-]{1,64}")
 _ROLE = re.compile(r"target|draft-[0-9]{1,4}")
 
 
@@ -54,8 +55,11 @@ def _claim(agent: Agent, begin: Begin, connection: Connection) -> Production:
         raise PermissionRefused("this token belongs to no load that is under way")
     if production.claimed:
         raise ProtocolError("this token was used before")
+    if not _GROUP.fullmatch(begin.group):
+        raise ProtocolError(f"{begin.group[:80]!r} is no name of a launch")
     production.claimed = True
     production.publisher = connection
+    production.published_as = begin.group
     return production
 
 

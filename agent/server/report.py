@@ -105,6 +105,7 @@ def _set(resident: ResidentSet) -> SetStatus:
         leases=tuple(lease.status for lease in resident.leases.values()),
         suspect=resident.suspect[:500],
         leases_total=len(resident.leases),
+        group=resident.record.group,
     )
 
 

@@ -37,7 +37,8 @@ class Record:
     """What the agent knows of a complete set, in the form in which it outlives the agent.
 
     ``version`` counts from 1 for each role; ``published_at`` is seconds since the epoch; ``backend`` and ``gpu`` say
-    where the memory is, whatever a later configuration says; ``companions`` are the ids of all sets of the same commit.
+    where the memory is, whatever a later configuration says; ``companions`` are the ids of all sets of the same commit;
+    ``group`` names the launch that loaded them, the same on all its ranks.
     """
 
     schema: int
@@ -48,6 +49,7 @@ class Record:
     backend: str
     gpu: str
     companions: tuple[str, ...]
+    group: str
     info: SetInfo
 
 

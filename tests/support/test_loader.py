@@ -5,8 +5,10 @@ its path. What it does is chosen by its environment, that is by ``[loader] envir
 
     WCTEST_GATES        a folder: where it holds a FIFO named after a gate, the loader writes NAME.reached (its pid) and
                         blocks until somebody writes to the FIFO. Gates in order: started, begun, loading, staged (once
-                        a set), complete (all sets handed over, no commit yet), committed; checking (role check)
+                        a set), complete (all sets handed over, no commit yet), agreed (so have all ranks), committed;
+                        checking (role check). With several ranks those from begun on are NAME-RANK
     WCTEST_MODE         one thing to do wrong, see MODES
+    WCTEST_RANK         the rank that does it, where there are several
     WCTEST_ROLES        the sets to publish, default target
     WCTEST_ARENAS       sizes of each set's arenas in bytes, default 65536,65536
     WCTEST_FINGERPRINT  a JSON object of fields that differ from ``fingerprint()``
@@ -27,7 +29,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,6 +63,8 @@ MODES = {
     "check-hang": "role check: stop for ever",
 }
 ARENAS = (65536, 65536)
+SUFFIX = ""
+"""What the gates of this process end with."""
 
 
 def fingerprint(**changes: Any) -> Fingerprint:
@@ -155,6 +159,7 @@ def _unsealed(data: bytes) -> int:
 def reach(name: str, conversation: Conversation | None = None) -> None:
     """Pass a gate, or wait at it; end when the agent ends."""
     folder = os.environ.get("WCTEST_GATES")
+    name += SUFFIX
     if not folder or not (Path(folder) / name).is_fifo():
         return
     fifo = os.open(Path(folder) / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -180,7 +185,7 @@ def stop_for_ever(deaf: bool = False) -> NoReturn:
 
 
 def load(args: argparse.Namespace) -> int:
-    """Role load: publish to every rank's agent in turn, commit at the end."""
+    """Role load: publish to the rank's agent, or in one process for each rank to the agents of all of them."""
     mode = os.environ.get("WCTEST_MODE", "")
     sizes = [int(size) for size in os.environ.get("WCTEST_ARENAS", "65536,65536").split(",")]
     reach("started")
@@ -191,12 +196,11 @@ def load(args: argparse.Namespace) -> int:
     if mode == "flood":
         for number in range(5000):
             print(f"line {number} " + "x" * 100)
-    token = "0" * 32 if mode == "bad-token" else os.environ["WEIGHTCACHE_TOKEN"]
-    for rank in args.ranks.split(","):
-        conversation = Conversation(RankPaths(args.socket_dir, int(rank)).publish)
-        conversation.request(protocol.Begin("loader", args.group, token), protocol.Accepted)
-        reach("begun", conversation)
-        _load_rank(conversation, mode, sizes, args.backend)
+    agents = [int(entry.rpartition(":")[2]) for entry in args.ranks.split(",")]
+    token = os.environ["WEIGHTCACHE_TOKEN"]
+    if len(agents) > 1:
+        return _together(args, agents, dict(entry.split("=") for entry in token.split(",")), mode, sizes)
+    _load_rank(args, agents[0], "0" * 32 if mode == "bad-token" else token, mode, sizes, lambda: None)
     if mode == "linger":
         stop_for_ever()
     if mode == "leave-child" and os.fork() == 0:
@@ -204,7 +208,41 @@ def load(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_rank(conversation: Conversation, mode: str, sizes: list[int], backend: str) -> None:
+def _together(
+    args: argparse.Namespace, agents: Sequence[int], tokens: dict[str, str], mode: str, sizes: list[int]
+) -> int:
+    """One process a rank; nobody commits before all can; one that fails ends the others."""
+    import multiprocessing.connection
+
+    apart = multiprocessing.get_context("fork")
+    barrier = apart.Barrier(len(agents))
+
+    def run(agent: int) -> None:
+        global SUFFIX
+        SUFFIX = f"-{agent}"
+        wrong = mode if os.environ.get("WCTEST_RANK", str(agent)) == str(agent) else ""
+        _load_rank(args, agent, tokens[str(agent)], wrong, sizes, barrier.wait)
+
+    running = [apart.Process(target=run, args=(agent,), daemon=True) for agent in agents]
+    for process in running:
+        process.start()
+    while running:
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        ended = [process for process in running if not process.is_alive()]
+        running = [process for process in running if process not in ended]
+        if any(process.exitcode for process in ended):
+            for process in running:
+                process.kill()
+            return 1
+    return 0
+
+
+def _load_rank(
+    args: argparse.Namespace, agent: int, token: str, mode: str, sizes: list[int], agree: Callable[[], object]
+) -> None:
+    conversation = Conversation(RankPaths(args.socket_dir, agent).publish)
+    conversation.request(protocol.Begin("loader", args.group, token), protocol.Accepted)
+    reach("begun", conversation)
     roles = os.environ.get("WCTEST_ROLES", "target").split(",")
     changes = json.loads(os.environ.get("WCTEST_FINGERPRINT", "{}"))
     seed = int(os.environ.get("WCTEST_SEED", "0"))
@@ -225,6 +263,8 @@ def _load_rank(conversation: Conversation, mode: str, sizes: list[int], backend:
         conversation.send(protocol.Progress(LoadProgress("publishing", (number + 1) * sum(sizes), total, 0.2)))
         reach("staged", conversation)
     reach("complete", conversation)
+    agree()
+    reach("agreed", conversation)
     conversation.request(protocol.Commit(len(roles) + (mode == "wrong-count")), protocol.Committed)
     reach("committed", conversation)
 
@@ -270,6 +310,8 @@ def main() -> int:
     loading.add_argument("--group", required=True)
     loading.add_argument("--arena-bytes", type=int, required=True)
     loading.add_argument("--unproven", default="refuse")
+    for option in ("--node", "--nodes", "--meet-port", "--meet-seconds"):
+        loading.add_argument(option)
     loading.add_argument("arguments", nargs="*")
     loading.set_defaults(run=load)
     checking = roles.add_parser("check")

@@ -64,13 +64,13 @@ class Held:
 class Agent:
     """One agent process on one runtime directory; it can be started again and again."""
 
-    def __init__(self, folder: Path, named: Path) -> None:
+    def __init__(self, folder: Path, named: Path, rank: int = 0) -> None:
         self.folder = folder
         self.named = named
-        self.paths = RankPaths(folder / "run", 0)
+        self.paths = RankPaths(folder / "run", rank)
         self.gates = folder / "gates"
-        self.gates.mkdir()
-        self.log = folder / "log"
+        self.gates.mkdir(exist_ok=True)
+        self.log = folder / (f"log-{rank}" if rank else "log")
         self.process: subprocess.Popen[bytes] | None = None
         self.arguments: list[str] = []
         self.started: list[int] = []
@@ -99,7 +99,8 @@ class Agent:
         text = "".join(
             f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in t.items()) for name, t in tables.items()
         )
-        (self.folder / "config.toml").write_text(text + "[[rank]]\nrank = 0\n")
+        text += "" if "deployment" in tables else "[[rank]]\nrank = 0\n"
+        (self.folder / "config.toml").write_text(text)
 
     def start(self, *arguments: str, wait: bool = True, user: int | None = None, **popen: Any) -> Agent:
         """Start the process and wait until it answers."""
@@ -112,7 +113,7 @@ class Agent:
             MAIN,
             str(self.named),
             "--rank",
-            "0",
+            str(self.paths.rank),
             "--config",
             str(self.folder / "config.toml"),
         ]
@@ -259,6 +260,10 @@ class Agent:
         (self.gates / name).rename(self.gates / f"{name}.open")
         with (self.gates / f"{name}.open").open("wb") as fifo:
             fifo.write(b"1")
+
+    def lift(self, name: str) -> None:
+        """Let those pass that come later; nobody waits there any more."""
+        (self.gates / name).unlink()
 
 
 @contextmanager

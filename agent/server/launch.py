@@ -1,0 +1,170 @@
+"""One launch for several ranks: SGLang builds all of a host's ranks at once, and each publishes to its own agent.
+
+The agent of the lowest rank leads: it alone starts loaders. A rank that wants to load asks the leader, the leader asks
+every rank of the launch to join, and each one's connection to it then lives as long as the launch. So nobody has to be
+found, every agent knows when another one is gone, and what fails anywhere ends the launch everywhere, with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from weightcache import transport
+from weightcache.errors import AgentUnavailable, LoadFailed, PermissionRefused, ProtocolError, WeightcacheError
+from weightcache.paths import RankPaths
+from weightcache.protocol import Done, ErrorInfo, Failure, Join, Joined, Lead, Message, Progress
+from weightcache.server import peers
+from weightcache.server.connection import Connection, Door, PeerLeft
+
+if TYPE_CHECKING:
+    from weightcache.server.app import Agent
+    from weightcache.server.production import Production
+
+M = TypeVar("M")
+
+JOIN_SECONDS = 60.0
+"""How long an agent may take to join: it may have to be started, and to drop what it holds."""
+
+LAST_WORDS_SECONDS = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """Another rank in a launch, as its leader sees it. ``connection`` is the leader's own."""
+
+    rank: int
+    connection: Connection
+    token: str
+    gpu: str
+    done: bool = False
+
+
+class Launch:
+    """The other ranks of a launch that this agent leads; none where a rank loads alone."""
+
+    def __init__(self, agent: Agent, production: Production) -> None:
+        self._agent = agent
+        self._production = production
+        self.members: list[Member] = []
+        self.error: ErrorInfo | None = None
+        """What a member says went wrong."""
+        self.failed = asyncio.Event()
+        self._listeners: list[asyncio.Task[None]] = []
+
+    async def gather(self) -> None:
+        """Have every other rank join. Raises LoadFailed with the rank that did not."""
+        await make_room(self._agent)
+        settings = self._agent.settings
+        others = [rank for rank in settings.launch if rank != settings.rank]
+        answers = await asyncio.gather(*map(self._join, others), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        self._listeners = [asyncio.ensure_future(self._listen(member)) for member in self.members]
+        self._production.joined.set()
+
+    async def _join(self, rank: int) -> None:
+        try:
+            connection = await call(RankPaths(self._agent.settings.paths.directory, rank))
+            try:
+                joined = await ask(connection, Join(self._production.group), Joined)
+            except BaseException:
+                connection.close()
+                raise
+        except WeightcacheError as error:
+            raise LoadFailed(f"rank {rank} cannot take part in the load: {error.message}") from None
+        self.members.append(Member(rank, connection, joined.token, joined.gpu_uuid))
+
+    async def _listen(self, member: Member) -> None:
+        """Wait for what becomes of a member."""
+        try:
+            message, _ = await member.connection.receive(seconds=None)
+        except (PeerLeft, WeightcacheError):
+            self._fail(ErrorInfo(LoadFailed.code, f"the agent of rank {member.rank} went away"))
+            return
+        if isinstance(message, Done):
+            member.done = True
+        elif isinstance(message, Failure):
+            self._fail(ErrorInfo(message.code, f"rank {member.rank}: {message.message}"))
+        else:
+            self._fail(ErrorInfo(ProtocolError.code, f"rank {member.rank} answered {type(message).__name__}"))
+
+    def _fail(self, error: ErrorInfo) -> None:
+        self.error = self.error or error
+        self.failed.set()
+
+    async def alive(self) -> None:
+        """Tell the others that the launch goes on."""
+        for member in self.members:
+            try:
+                await member.connection.send(Progress(self._production.now()), seconds=1.0)
+            except PeerLeft:  # the listener knows better why
+                continue
+
+    async def end(self, error: ErrorInfo | None) -> None:
+        """Tell the others how it ended, and forget them."""
+        if error is None and self._listeners:  # what they published may still be on its way into their stores
+            await asyncio.wait(self._listeners, timeout=LAST_WORDS_SECONDS)
+        last = Failure(error.code, error.message) if error else Done("the loader ended")
+        for listener in self._listeners:
+            listener.cancel()
+        await asyncio.gather(*self._listeners, return_exceptions=True)
+        for member in self.members:
+            member.connection.send_now(last)
+            member.connection.close()
+        self.members = []
+
+
+async def call(paths: RankPaths) -> Connection:
+    """Connect to the agent of another rank, which this may start. Raises AgentUnavailable or PermissionRefused."""
+    sock = await asyncio.to_thread(transport.connect, paths.public, time.monotonic() + JOIN_SECONDS)
+    peer = peers.identify(sock)
+    connection = Connection(sock, peer, Door.PUBLIC)
+    # A manager's sockets show its own credentials.
+    if peer.uid not in (0, os.geteuid()):
+        connection.close()
+        raise PermissionRefused(f"the socket {paths.public} belongs to uid {peer.uid}, which is no agent's user")
+    return connection
+
+
+async def ask(connection: Connection, request: Message, answer: type[M]) -> M:
+    """Send ``request`` and wait for its answer. Raises the error that the other agent reports, or AgentUnavailable."""
+    try:
+        await connection.send(request)
+        message, _ = await connection.receive(seconds=JOIN_SECONDS)
+    except PeerLeft:
+        raise AgentUnavailable("its agent went away") from None
+    if isinstance(message, Failure):
+        raise message.error()
+    if not isinstance(message, answer):
+        raise ProtocolError(f"its agent answered {type(message).__name__}")
+    return message
+
+
+async def make_room(agent: Agent) -> None:
+    """Drop what an earlier load left here and nobody uses: there may not be room for it and for what is loaded now."""
+    if len(agent.settings.launch) > 1:
+        await agent.drop_all([s for s in agent.sets.unleased() if s.record.source == "loader"])
+
+
+async def follow(agent: Agent, production: Production) -> None:
+    """Have the leader load for all ranks; its Join then finds ``production``."""
+    leader = agent.settings.launch[0]
+    try:
+        connection = await call(RankPaths(agent.settings.paths.directory, leader))
+        try:
+            await ask(connection, Lead(agent.settings.rank), Done)
+        finally:
+            connection.close()
+        if not production.joined.is_set():
+            raise LoadFailed("it began without this one")
+    except WeightcacheError as error:
+        why = f"rank {leader} loads for all ranks of this host, and does not: {error.message}"
+        agent.give_up(production, ErrorInfo(error.code, why))
+    except BaseException:
+        agent.give_up(production, None, failed=False)
+        raise

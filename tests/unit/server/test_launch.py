@@ -1,0 +1,247 @@
+"""Several ranks of a host load in one launch: whoever asks, all take part, and what fails on one fails on all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import test_loader
+from tests.unit.server.harness import SECONDS, Agent, eventually
+from weightcache import protocol
+from weightcache.client import Conversation
+from weightcache.errors import Drained, LoadFailed, PermissionRefused, ProtocolError, WeightcacheError
+
+RANKS = 3
+
+
+class Ranks:
+    """The agents of one host, which is all of the deployment."""
+
+    def __init__(self, folder: Path, named: Path) -> None:
+        self.agents = [Agent(folder, named, rank) for rank in range(RANKS)]
+        self.pool = ThreadPoolExecutor(2 * RANKS)
+
+    def configure(self, environment: dict[str, str] | None = None, **more: Any) -> None:
+        self.agents[0].configure(environment, deployment={"tp_size": RANKS}, **more)
+
+    def start(self, *arguments: str) -> None:
+        for agent in self.agents:
+            agent.start(*arguments, wait=False)
+        for agent in self.agents:
+            eventually(agent._answers)
+
+    def load(self, rank: int) -> Future[str]:
+        return self.pool.submit(self.agents[rank].load)
+
+    def groups(self) -> list[list[str]]:
+        """The loads that each rank's sets came from."""
+        return [[resident.group for resident in agent.status().sets] for agent in self.agents]
+
+    def launches(self) -> int:
+        """How often a loader was started, by whomever."""
+        return sum(agent.text().count("test loader starts") for agent in self.agents)
+
+    def close(self) -> None:
+        for agent in self.agents:
+            agent.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def ranks(runtime_dir: Path, named: Path) -> Iterator[Ranks]:
+    made = Ranks(runtime_dir, named)
+    made.configure()
+    yield made
+    made.close()
+
+
+def failure(future: Future[str]) -> WeightcacheError:
+    with pytest.raises(WeightcacheError) as caught:
+        future.result(SECONDS)
+    return caught.value
+
+
+def one_group(ranks: Ranks) -> str:
+    """The group of the only set of each rank, once all have committed."""
+    eventually(lambda: all(len(sets) == 1 for sets in ranks.groups()), what=f"never one set each: {ranks.groups()}")
+    (group,) = {sets[0] for sets in ranks.groups()}
+    return group
+
+
+@pytest.mark.parametrize("asked", range(RANKS))
+def test_whoever_is_asked_all_load(ranks: Ranks, asked: int) -> None:
+    ranks.start()
+    ranks.load(asked).result(SECONDS)
+    for agent in ranks.agents:
+        agent.await_state("ready")
+    assert one_group(ranks)
+    assert ranks.launches() == 1
+
+
+def test_all_at_once_is_one_launch(ranks: Ranks) -> None:
+    ranks.start("--load")
+    for agent in ranks.agents:
+        agent.await_state("ready")
+    assert one_group(ranks)
+    assert ranks.launches() == 1
+
+
+def test_the_loader_gets_the_layout(ranks: Ranks) -> None:
+    ranks.configure(model=["--model-path", "m", "--trust-remote-code"])
+    ranks.start()
+    ranks.load(1).result(SECONDS)
+    assert f"test loader starts --model-path m --trust-remote-code --tp-size {RANKS}" in ranks.agents[0].text()
+
+
+def test_a_rank_without_an_agent_is_named(ranks: Ranks) -> None:
+    for agent in ranks.agents[:2]:
+        agent.start()
+    error = failure(ranks.load(1))
+    assert isinstance(error, LoadFailed)
+    assert "rank 2 cannot take part in the load: no agent listens at" in error.message
+    assert ranks.agents[0].status().state == ranks.agents[1].status().state == "failed"
+    ranks.agents[2].start()
+    ranks.load(2).result(SECONDS)
+    assert one_group(ranks)
+
+
+def test_a_leader_without_an_agent_is_named(ranks: Ranks) -> None:
+    ranks.agents[1].start()
+    message = failure(ranks.load(1)).message
+    assert message.startswith("rank 0 loads for all ranks of this host, and does not: no agent listens at")
+
+
+@pytest.mark.parametrize("wrong", range(RANKS))
+def test_what_fails_on_one_rank_fails_on_all_with_its_reason(ranks: Ranks, wrong: int) -> None:
+    ranks.configure({"WCTEST_MODE": "abort", "WCTEST_RANK": str(wrong)})
+    ranks.start()
+    reason = "the checkpoint /models/none is missing"
+    for rank, future in enumerate([ranks.load(rank) for rank in range(RANKS)]):
+        message = failure(future).message
+        assert message.endswith(reason), message
+        assert f"rank {wrong}: " in message or rank == wrong or wrong == 0
+    assert ranks.groups() == [[]] * RANKS
+    assert ranks.launches() == 1
+
+
+def test_a_rank_process_that_vanishes_ends_the_launch(ranks: Ranks) -> None:
+    ranks.agents[0].gate("loading-1")
+    ranks.start()
+    loading = [ranks.load(rank) for rank in range(RANKS)]
+    os.kill(ranks.agents[0].reached("loading-1"), signal.SIGKILL)
+    for future in loading:
+        failure(future)
+    assert ranks.groups() == [[]] * RANKS
+
+
+@pytest.mark.parametrize("gate", ["begun-1", "loading-1", "staged-1", "complete-1"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_an_agent_killed_in_the_middle_ends_the_launch(ranks: Ranks, gate: str, killed: int) -> None:
+    ranks.agents[0].gate(gate)
+    ranks.start()
+    others = [rank for rank in range(RANKS) if rank != killed]
+    loading = [ranks.load(rank) for rank in others]
+    loader = ranks.agents[0].reached(gate)
+    ranks.agents[killed].stop(signal.SIGKILL)
+    for future in loading:
+        message = failure(future).message
+        assert "went away" in message or "rank 1" in message, message
+    eventually(lambda: not Path(f"/proc/{loader}").exists(), what="the loader lives on")
+    assert [ranks.agents[rank].status().sets for rank in others] == [(), ()]
+    ranks.agents[0].lift(gate)
+    ranks.agents[killed].start()
+    ranks.load(killed).result(SECONDS)
+    assert one_group(ranks)
+    assert ranks.launches() == 2
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_an_agent_that_is_stopped_ends_the_launch(ranks: Ranks, stopped: int) -> None:
+    ranks.agents[0].gate("loading-1")
+    ranks.start()
+    others = [rank for rank in range(RANKS) if rank != stopped]
+    loading = [ranks.load(rank) for rank in others]
+    ranks.agents[0].reached("loading-1")
+    assert ranks.agents[stopped].stop() == 0
+    for future in loading:
+        failure(future)
+
+
+def test_torn_between_commits(ranks: Ranks) -> None:
+    """The others have committed, this one's agent is gone: the next load is for all again, and replaces theirs."""
+    ranks.agents[0].gate("agreed-1")
+    ranks.start()
+    loading = ranks.load(0)
+    ranks.agents[0].reached("agreed-1")
+    for agent in (ranks.agents[0], ranks.agents[2]):
+        agent.await_state("ready")
+    first = ranks.agents[0].status().sets[0].group
+    ranks.agents[1].stop(signal.SIGKILL)
+    loading.result(SECONDS)  # rank 0 has its weights
+    ranks.agents[0].lift("agreed-1")
+    ranks.agents[1].start()
+    ranks.load(1).result(SECONDS)
+    assert one_group(ranks) != first
+
+
+def test_a_set_in_use_stays_until_its_engine_ends(ranks: Ranks) -> None:
+    ranks.start()
+    ranks.load(0).result(SECONDS)
+    first = one_group(ranks)
+    with ranks.agents[2].attach(test_loader.fingerprint(), wait=0.0):
+        with Conversation(ranks.agents[0].paths.public) as conversation:
+            conversation.request(protocol.Load(SECONDS, again=True), protocol.Loaded, SECONDS)
+        eventually(lambda: len(ranks.agents[2].status().sets) == 2, what="no second set")
+        assert [len(sets) for sets in ranks.groups()] == [1, 1, 2]
+    eventually(lambda: len(ranks.agents[2].status().sets) == 1, what="the first set stays")
+    assert one_group(ranks) != first
+
+
+def test_a_drained_rank_takes_no_part(ranks: Ranks) -> None:
+    ranks.start()
+    ranks.agents[1].ask(protocol.Drain(0.0))
+    assert "rank 1 cannot take part in the load: rank 1 was drained by" in failure(ranks.load(0)).message
+    assert isinstance(failure(ranks.load(1)), Drained)
+
+
+def test_who_asks_whom(ranks: Ranks) -> None:
+    """Different configurations are noticed, and a rank that is in a launch joins no other one."""
+    ranks.agents[0].gate("loading-1")
+    ranks.start()
+    loading = ranks.load(0)
+    ranks.agents[0].reached("loading-1")
+    with Conversation(ranks.agents[1].paths.public) as conversation, pytest.raises(WeightcacheError) as busy:
+        conversation.request(protocol.Join("other"), protocol.Joined)
+    assert "rank 1 is in the middle of another load" in str(busy.value)
+    for rank, asks in ((1, 2), (0, 7)):
+        with Conversation(ranks.agents[rank].paths.public) as conversation, pytest.raises(ProtocolError):
+            conversation.request(protocol.Lead(asks), protocol.Done)
+    ranks.agents[0].open("loading-1")
+    loading.result(SECONDS)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+@pytest.mark.parametrize("message", [protocol.Join("g"), protocol.Lead(1)])
+def test_only_agents_of_the_same_user_load_together(ranks: Ranks, message: protocol.Message) -> None:
+    ranks.agents[0].start()
+    ranks.agents[0].paths.public.chmod(0o666)
+    for folder in ranks.agents[0].paths.public.parents:
+        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    os.seteuid(65534)
+    try:
+        with Conversation.__new__(Conversation) as conversation:
+            conversation.path = ranks.agents[0].paths.public
+            from weightcache import transport
+
+            conversation.sock = transport.connect(conversation.path, 1e12)
+            with pytest.raises(PermissionRefused):
+                conversation.request(message, protocol.Done)
+    finally:
+        os.seteuid(0)
