@@ -28,8 +28,12 @@ LOAD_PLUGINS = "sglang.srt.plugins.load_plugins"
 TOKENIZER_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 
-SUPPORTED_LOADERS = ("DefaultModelLoader",)
-"""Loaders that construct a model exactly as build_on_meta does."""
+SUPPORTED_LOADERS = ("DefaultModelLoader", "ModelOptModelLoader")
+"""Loaders that construct a model exactly as build_on_meta does.
+
+ModelOptModelLoader is the default one for checkpoints that ModelOpt has quantized. What it quantizes itself is a model of
+transformers', which is none that a loader could publish: no construction is seen (after_construction).
+"""
 
 BACKEND_ARGUMENTS = (
     "moe_runner_backend", "moe_a2a_backend", "fp8_gemm_runner_backend", "fp4_gemm_runner_backend", "bf16_gemm_backend",
@@ -48,6 +52,7 @@ REFUSED_ARGUMENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("enable_elastic_expert_backup", bool, "the expert backup copies weights through its own memory"),
     ("dwdp_size", lambda v: bool(v) and v > 1, "DWDP re-homes weights"),
     ("torchao_config", bool, "torchao replaces the weights after loading"),
+    ("modelopt_quant", bool, "ModelOpt quantizes a model of transformers' instead of loading one of SGLang's"),
     ("startup_weight_load_mode", lambda v: v == "overlap", "overlapped start-up bypasses the model loader"),
     ("remote_instance_weight_loader_start_seed_via_transfer_engine", bool, "RDMA seeding needs memory of torch's own"),
 )

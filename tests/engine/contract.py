@@ -118,7 +118,7 @@ def signatures() -> Iterator[str]:
         keywords = inspect.signature(cls.load_model).parameters
         if set(keywords) != {"self", "model_config", "device_config"}:
             yield f"{name}.load_model takes {list(keywords)}"
-        if "_initialize_model" not in inspect.getsource(cls):
+        if not any("_initialize_model" in inspect.getsource(base) for base in cls.__mro__[:-1]):
             yield f"{name} does not construct its model by _initialize_model"
         if not callable(getattr(cls, "_get_all_weights", None)):
             yield f"{name} has no _get_all_weights"
@@ -137,6 +137,19 @@ def signatures() -> Iterator[str]:
         yield f"HookRegistry.register takes {parameters(HookRegistry.register)}"
     if not hasattr(HookType, "AROUND") or not callable(HookRegistry.apply_hooks):
         yield "HookRegistry has no AROUND hooks"
+
+
+def modelopt() -> Iterator[str]:
+    """Of a checkpoint that ModelOpt has quantized, its loader is the default one and nothing else."""
+    from sglang.srt.model_loader.loader import DefaultModelLoader, ModelOptModelLoader
+
+    source = inspect.getsource(ModelOptModelLoader.load_model)
+    parts = ("if model_config._is_already_quantized():", "return super().load_model(", "self._standard_quantization_")
+    places = [source.find(part) for part in parts]
+    if -1 in places or places != sorted(places) or ModelOptModelLoader.__bases__ != (DefaultModelLoader,):
+        yield "ModelOptModelLoader is not the default loader for checkpoints that are quantized"
+    if own := set(vars(ModelOptModelLoader)) & {"_get_all_weights", "load_weights_and_postprocess", "_prepare_weights"}:
+        yield f"ModelOptModelLoader has {sorted(own)} of its own"
 
 
 def baseline() -> Iterator[str]:
@@ -262,7 +275,9 @@ def _model(method: type) -> nn.Module:
 def main() -> int:
     """Print what was found."""
     problems = [
-        problem for check in (imports, targets, signatures, baseline, answers, topology, methods) for problem in check()
+        problem
+        for check in (imports, targets, signatures, modelopt, baseline, answers, topology, methods)
+        for problem in check()
     ]
     options = set(parser()._option_string_actions)
     problems += [*spellings(options), *mode(options)]

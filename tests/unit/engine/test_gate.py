@@ -63,7 +63,7 @@ def test_a_refusal_says_where_the_same_layout_is_proven(own: Path) -> None:
     block = model("quant_method", Fp8LinearMethod())
     for capability in ("9.0", "8.9"):
         evidence.record(own, methods.count(block), V, capability, "r")
-    with pytest.raises(UnsupportedMethod, match=r"for sharing on compute capability 10\.0, but on 8\.9 and 9\.0: `wcache"):
+    with pytest.raises(UnsupportedMethod, match=r"on compute capability 10\.0, but on 8\.9 and 9\.0: `wcache"):
         gate.check(block, V, "10.0")
     with pytest.raises(UnsupportedMethod, match=r"for sharing on CPUs, but on 8\.9 and 9\.0: `wcache"):
         gate.check(block, V, "")
