@@ -42,6 +42,9 @@ PLACES = (PARAMETER, BUFFER, TRANSIENT_BUFFER, ATTRIBUTE)
 RECORD_PACKAGES = ("triton_kernels",)
 """Packages whose objects are nothing but their attributes: an engine makes them, and imports their classes by name."""
 
+WEIGHT_RECORDS = ("triton_kernels.tensor.Storage",)
+"""Classes of these packages that hold a weight as ``data``, which kernels read only."""
+
 SWITCHES = (
     ("triton_kernels.matmul_ogs_details.opt_flags", "_opt_flags_constraints"),
     ("triton_kernels.matmul_details.opt_flags", "_opt_flags_constraints"),

@@ -173,7 +173,7 @@ class _Storages:
         self._place(loaded)
 
     def _place(self, loaded: Walk) -> None:
-        groups = sorted(self.groups.values(), key=lambda entries: not _is_shared(entries))
+        groups = sorted(self.groups.values(), key=lambda entries: not _is_shared(entries, loaded))
         for entries in groups:
             extents = [_extent(entry.tensor) for entry in entries]
             # Ranges start at a multiple of the alignment inside their storage, so that every view keeps its own.
@@ -184,7 +184,7 @@ class _Storages:
                 if (entry.tensor.storage_offset() * entry.tensor.element_size() - first) % entry.tensor.element_size():
                     raise ExportRefused(f"the tensor {loaded.path(entry.module, entry.steps)} is not aligned")
                 self._storage_of[id(entry.tensor)] = (len(self.rows), first)
-            self.rows.append(manifest.Storage(self.size, last - first, _is_shared(entries)))
+            self.rows.append(manifest.Storage(self.size, last - first, _is_shared(entries, loaded)))
             self._groups_in_order.append((first, entries))
             self.size += last - first
         self.size = -(-self.size // manifest.ALIGNMENT) * manifest.ALIGNMENT
@@ -244,12 +244,25 @@ class _Storages:
         return pieces
 
 
-def _is_shared(entries: list[FoundTensor]) -> bool:
-    """Memory is shared when a parameter lives in it and no named buffer does.
+def _is_shared(entries: list[FoundTensor], loaded: Walk) -> bool:
+    """Memory is shared when a weight lives in it, and nothing that is written while an engine serves.
 
     Waking SGLang's memory up writes every named buffer in place, and plain tensors may be workspaces: both are private.
     """
-    buffers = (manifest.BUFFER, manifest.TRANSIENT_BUFFER)
-    return any(isinstance(entry.tensor, nn.Parameter) for entry in entries) and not any(
-        entry.place in buffers and len(entry.steps) == 1 for entry in entries
-    )
+    return any(_is_weight(entry, loaded) for entry in entries) and not any(_is_written(entry) for entry in entries)
+
+
+def _is_weight(entry: FoundTensor, loaded: Walk) -> bool:
+    """A parameter, or what an object of the kernels' own holds in the place of one (gpt-oss's experts)."""
+    if isinstance(entry.tensor, nn.Parameter):
+        return True
+    holder, _ = loaded.objects.get((entry.module, entry.steps[:-1]), ("", ()))
+    return holder in manifest.WEIGHT_RECORDS and entry.steps[-1] == ("attr", "data")
+
+
+def _is_written(entry: FoundTensor) -> bool:
+    """A named buffer, or what the kernels' objects have for results: ``out_scale``, ``out_data``."""
+    if entry.place in (manifest.BUFFER, manifest.TRANSIENT_BUFFER) and len(entry.steps) == 1:
+        return True
+    result = any(kind == "attr" and str(name).startswith("out_") for kind, name in entry.steps[1:])
+    return result and not isinstance(entry.tensor, nn.Parameter)

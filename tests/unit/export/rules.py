@@ -272,20 +272,20 @@ carried(
     lambda m: both(put("a", lambda: parameter(3)), lambda m: m.register_buffer("b", torch.zeros(3)))(m),
     lambda m: m._buffers.update(b=m.a.data),
     replacing(
-        exporting, "_is_shared", lambda entries: any(isinstance(entry.tensor, nn.Parameter) for entry in entries)
+        exporting, "_is_shared", lambda entries, _: any(isinstance(entry.tensor, nn.Parameter) for entry in entries)
     ),
 )
 carried(
     "plain-tensors-are-private",
     lambda m: both(put("a", lambda: parameter(3)), put("workspace", lambda: torch.zeros(3)))(m),
     nothing,
-    replacing(exporting, "_is_shared", lambda entries: True),
+    replacing(exporting, "_is_shared", lambda entries, _: True),
 )
 carried(
     "weights-are-shared",
     put("a", lambda: parameter(3)),
     nothing,
-    replacing(exporting, "_is_shared", lambda entries: False),
+    replacing(exporting, "_is_shared", lambda entries, _: False),
 )
 carried(
     "transient-buffers",
@@ -457,6 +457,55 @@ def check_made_records() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "RECORD_PACKAGES", (__name__.partition(".")[0],))
         way.roundtrip(simple(put("method", lambda: Helper(weight=None)), wrap_weights))
+
+
+@rule(
+    "weights-in-records-are-shared", replacing(exporting, "_is_weight", lambda e, _: isinstance(e.tensor, nn.Parameter))
+)
+@rule("results-in-records-are-private", replacing(exporting, "_is_written", lambda entry: False))
+def check_memory_of_records() -> None:
+    """The kernels read weights and their scales, and write what is named as a result."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "RECORD_PACKAGES", (__name__.partition(".")[0],))
+        patch.setattr(manifest, "WEIGHT_RECORDS", (walk.class_name(Storage),))
+        make = simple(put("method", lambda: Helper(weight=None)))
+        published = way.publish(simple(put("method", lambda: Helper(weight=None)), wrap_storages))
+        body = published.manifest
+        shared = {
+            ".".join(str(step) for _, step in slot.steps): body.storages[body.tensors[slot.tensor].storage].shared
+            for slot in body.slots
+        }
+        assert shared == {
+            "method.weight.storage.data": True,
+            "method.weight.storage.scratch": False,
+            "method.precision.weight_scale.storage.data": True,
+            "method.precision.out_scale.storage.data": False,
+            "method.precision.out_data.actual_scale": False,
+            "method.workspace": False,
+        }
+        with torch.device("meta"):
+            attached: Any = make()
+        rebuilding.rebuild(attached, body, published.base)
+        weight = attached.method.weight.storage.data
+        original: Any = published.model
+        assert torch.equal(weight, original.method.weight.storage.data)
+        assert 0 <= weight.data_ptr() - published.base.data_ptr() < body.bytes
+        assert not 0 <= attached.method.workspace.data_ptr() - published.base.data_ptr() < body.bytes
+
+
+class Storage(Helper):
+    """Stands for triton_kernels' class of this name."""
+
+
+def wrap_storages(model: Any) -> None:
+    """As loading leaves MXFP4 experts, and more than it does."""
+    model.method.weight = Helper(storage=Storage(data=fresh(3), scratch=fresh(1)))
+    model.method.precision = Helper(
+        weight_scale=Helper(storage=Storage(data=fresh(2))),
+        out_scale=Helper(storage=Storage(data=fresh(2))),
+        out_data=Helper(actual_scale=fresh(1)),
+    )
+    model.method.workspace = fresh(4)
 
 
 @rule("switches", replacing(exporting, "switches", lambda: iter(())))
