@@ -2,13 +2,16 @@
 
 The engine is the loader: every option, quantization and parallel layout goes through SGLang's set-up, of which nothing
 is repeated here. The HTTP server, tokenizer and detokenizer are left out, and the plugin's hook on
-Scheduler.init_memory_pools ends each rank before it allocates KV memory.
+Scheduler.init_memory_pools ends each rank before it allocates KV memory. The override of _launch_scheduler_processes
+(SGLang's own seam for other kinds of processes) therefore waits for the ranks, and never returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,7 +19,7 @@ from typing import Any
 
 from weightcache.engine import directive as directives
 from weightcache.errors import LoadFailed, WeightcacheError
-from weightcache.loader import load
+from weightcache.loader import ranks, reasons
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,31 +27,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         from sglang.srt.entrypoints import engine
+        from sglang.srt.managers import data_parallel_controller
         from sglang.srt.managers.scheduler import run_scheduler_process
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args
     except ImportError as error:
         raise LoadFailed(f"the loader's interpreter {sys.executable} cannot import SGLang: {error}") from None
+    from weightcache.engine import adapter
+
     load_plugins()
     server_args = _parsed(prepare_server_args, list(arguments))
-    recorder = _Recorder(engine.mp) if _one_rank(server_args) else None
-    if recorder is not None:
-        engine.mp = recorder
+    local = _local_ranks()
+    processes = ranks.Processes(
+        engine.mp,
+        engine.run_data_parallel_controller_process,
+        local,
+        alone=len(local) == 1 and int(adapter.resolved(server_args, "dp_size") or 1) == 1,
+    )
+    engine.mp = data_parallel_controller.mp = processes
+
+    class Launch(engine.Engine):  # type: ignore[misc]
+        @classmethod
+        def _launch_scheduler_processes(cls, *arguments: Any, **keywords: Any) -> Any:
+            # SGLang's handler would end this process for the first rank that ends, even well. No SIG_IGN: the ranks
+            # would inherit it.
+            signal.signal(signal.SIGQUIT, lambda *_: None)
+            super()._launch_scheduler_processes(*arguments, **keywords)
+            processes.join()
+            raise SystemExit(0)
+
     try:
-        engine.Engine._launch_subprocesses(
+        Launch._launch_subprocesses(
             server_args=server_args,
-            init_tokenizer_manager_func=recorder.run_scheduler if recorder else _no_tokenizer,
-            run_scheduler_process_func=run_scheduler_process,
-            run_detokenizer_process_func=_no_detokenizer,
+            init_tokenizer_manager_func=_not_reached,
+            run_scheduler_process_func=functools.partial(ranks.run, run_scheduler_process),
+            run_detokenizer_process_func=_not_reached,
         )
     except SystemExit as ended:
         return int(ended.code or 0)
-    except RuntimeError as error:
-        # With spawned ranks SGLang reports a rank that ended as an error; the agents decide what was published.
-        if recorder is None and "exit code: 0" in str(error).replace("exitcode", "exit code"):
-            return 0
-        raise
-    return 1
+    return LoadFailed.exit_status
+
+
+def _local_ranks() -> list[int]:
+    directive = directives.read()
+    return [int(name.removeprefix("rank:")) for name in directive.sockets] if directive else [0]
 
 
 def _parsed(parse: Callable[[list[str]], Any], arguments: list[str]) -> Any:
@@ -64,65 +86,12 @@ def _parsed(parse: Callable[[list[str]], Any], arguments: list[str]) -> Any:
         sys.stderr.write(said.getvalue()[-4000:])
 
 
-def _one_rank(server_args: Any) -> bool:
-    from weightcache.engine.adapter import resolved
-
-    sizes = ("tp_size", "pp_size", "dp_size", "nnodes")
-    return all(int(resolved(server_args, name) or 1) == 1 for name in sizes)
-
-
-class _Recorder:
-    """Stands in for ``multiprocessing`` in SGLang's launch: with one rank, this process can be that rank.
-
-    It saves the second import of SGLang (about ten seconds). Processes are recorded instead of started, and the
-    scheduler's is called where the tokenizer would be made.
-    """
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def Process(  # noqa: N802  the name is multiprocessing's
-        self, target: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None, **_: Any
-    ) -> _Recorded:
-        self._calls.append((target, tuple(args), dict(kwargs or {})))
-        return _Recorded()
-
-    def run_scheduler(self, *_: Any) -> Any:
-        if not self._calls:
-            raise LoadFailed("SGLang launched no scheduler for these arguments")
-        target, args, kwargs = self._calls[0]
-        target(*args, **kwargs)
-        raise SystemExit(1)
-
-
-class _Recorded:
-    """A process that was not started."""
-
-    pid = 0
-    exitcode = None
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def is_alive(self) -> bool:
-        """It never lived."""
-        return False
-
-
-def _no_tokenizer(*_: Any) -> Any:
-    return None, None
-
-
-def _no_detokenizer(*_: Any) -> None:
-    return
+def _not_reached(*_: Any) -> Any:
+    raise LoadFailed("SGLang went on without its schedulers")
 
 
 def run() -> int:
-    """``main``, with the reason of a failure told to the agents: one sentence, the traceback only in the log."""
+    """``main``, with the reason of a failure left for the parent: one sentence, the traceback only in the log."""
     try:
         return main()
     except WeightcacheError as error:
@@ -131,12 +100,14 @@ def run() -> int:
         traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0]
         failure = LoadFailed(f"SGLang could not start the load: {type(error).__name__}: {first[:500]}")
-    # The loaders of single ranks have told their agents; this is about what comes before there is any.
-    if (directive := directives.read()) is not None:
-        load.tell(directive, failure)
+    # Ranks tell their own agents; this is about what comes before there is any.
+    reasons.leave(reasons.of(failure))
     print(f"weightcache-loader: {failure}", file=sys.stderr)
     return failure.exit_status
 
+
+if __name__ == "__mp_main__":  # imported again in each rank's process, before anything else there
+    ranks.end_with_parent()
 
 if __name__ == "__main__":
     sys.exit(run())
