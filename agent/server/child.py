@@ -30,6 +30,9 @@ KEPT_LINES = 20
 CONNECT_SECONDS = 5.0
 STOP_SECONDS = 15.0
 _PRIVATE = ("LISTEN_", "NOTIFY_", "WATCHDOG_", "FDSTORE")
+_ADVICE = (
+    "; edit loader.command in weightcache.toml: it names the Python of your SGLang environment, with weightcache in it"
+)
 _UNIT = "import sys; sys.path[:] = {path!r}; from weightcache.loader.unit import main; sys.exit(main())"
 
 
@@ -64,7 +67,13 @@ class Child:
             how = f"ended with signal {-self.status} ({_signal_name(-self.status)})"
         else:
             how = f"ended with status {self.status}"
-        return f"{how}{self.last_words()}"
+        return f"{how}{self.last_words()}{_ADVICE if self._wrong else ''}"
+
+    @property
+    def _wrong(self) -> bool:
+        """Whether this was no loader: it could not be started, or its Python has no weightcache."""
+        unknown = "No module named 'weightcache'"
+        return self._reason.startswith("cannot be started") or any(unknown in line for line in self.lines)
 
     def last_words(self) -> str:
         """The last lines of output, ready to follow a sentence."""

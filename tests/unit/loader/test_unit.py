@@ -442,13 +442,23 @@ async def first_line(lines: list[str]) -> str:
     return lines[0]
 
 
+ADVICE = (
+    "; edit loader.command in weightcache.toml: it names the Python of your SGLang environment, with weightcache in it"
+)
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         (("/bin/sh", "-c", "echo a; echo b; exit 3"), "ended with status 3: a | b"),
         (("/bin/sh", "-c", "kill -9 $$"), "ended with signal 9 (SIGKILL)"),
         (("/bin/sh", "-c", "kill -40 $$"), "ended with signal 40 (unknown)"),
-        (("/nowhere/loader",), "cannot be started ('/nowhere/loader': No such file or directory)"),
+        (("/nowhere/loader",), "cannot be started ('/nowhere/loader': No such file or directory)" + ADVICE),
+        (
+            ("/usr/bin/python3", "-Ic", "import weightcache"),
+            "ended with status 1: Traceback (most recent call last): | "
+            """File "<string>", line 1, in <module> | ModuleNotFoundError: No module named 'weightcache'""" + ADVICE,
+        ),
     ],
 )
 def test_how_it_ended_in_words(command: tuple[str, ...], words: str) -> None:
