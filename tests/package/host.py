@@ -52,7 +52,7 @@ class Host(Machine):
         script = "find /etc/systemd -xtype l; find /etc/systemd -name '*weightcache*' -type l"
         return self.run("sh", "-c", script).stdout.split()
 
-    def files(self) -> set[str]:
+    def everything(self) -> set[str]:
         """Everything on the host's own file system, but logs, package managers' own data and this test's folders."""
         pruned = " -o ".join(f"-path {path}" for path in (*NOT_OURS, "/var/lib/dpkg", "/var/lib/apt", "/var/cache/apt"))
         return set(self.run("sh", "-c", f"find / -xdev \\( {pruned} \\) -prune -o -print").stdout.splitlines())
