@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,11 @@ PROGRESS_EVERY = 5.0
 def agents(options: Options, config: Config, given: Given, python: str) -> Agents:
     """The agents that hold this launch's model, started and waited for. Raises a WeightcacheError."""
     _check_checkpoint(given)
+    if (nodes := layout.deployment(given).node_count) > 1:
+        raise UsageError(
+            f"--nnodes {nodes}: daemon mode starts agents on one host, and a command line does not name the others: "
+            "run agents with nodes in [deployment] on all of them, and launch with --weight-cache-mode client"
+        )
     backend, wanted = layout.rank_configs(given)
     places = _places(options, config)
     found = _running(places, config, given, backend, wanted)
@@ -111,7 +117,11 @@ def _start(
                 f"ends with: {detached.last_lines(where)}"
             )
     arguments = daemon_config.model_arguments(options.sglang)
-    _run(ranks, daemon_config.write(home, daemon_config.render(python, arguments, backend, wanted, options.unproven)))
+    deployed = layout.deployment(given)
+    if backend == "host" and deployed.replicas > 1:  # they share the first one's memory
+        deployed = replace(deployed, dp_size=1)
+    text = daemon_config.render(python, arguments, backend, wanted, options.unproven, deployed)
+    _run(ranks, daemon_config.write(home, text))
     found = sockets.discover(home, config, given.text("device")).only(wanted)
     if not found.agents:
         raise found.missing()

@@ -8,21 +8,27 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightcache.config import DEFAULT_DEPLOYMENT
+from weightcache.config_checks import layout_key
 from weightcache.errors import PermissionRefused, UsageError
 from weightcache.launch.server_only import without
-from weightcache.launch.sglang_options import SPELLINGS
+from weightcache.spellings import FLAGS, SPELLINGS, find
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from weightcache.config import RankConfig
+    from weightcache.deployment import Deployment
 
 NAME = "weightcache.toml"
 
 
 def model_arguments(arguments: Sequence[str]) -> tuple[str, ...]:
-    """SGLang's arguments as the loader gets them: nothing secret, the model's directory by its absolute path."""
-    result = list(without(arguments))
+    """SGLang's arguments as the loader gets them: nothing secret, the model's directory by its absolute path.
+
+    What says the layout is left out: that is [deployment]'s business.
+    """
+    result = _without_layout(without(arguments))
     for i, token in enumerate(result):
         name, equals, value = token.partition("=")
         if name in SPELLINGS["model_path"]:
@@ -39,6 +45,7 @@ def render(
     backend: str,
     ranks: Sequence[RankConfig],
     unproven: bool = False,
+    deployment: Deployment = DEFAULT_DEPLOYMENT,
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """The file's text. ``unproven``: methods without evidence are checked in every load instead of refused.
@@ -57,6 +64,7 @@ def render(
         f"backend = {_text(backend)}",
     ]
     lines += ["[policy]", 'unproven = "check"'] if unproven else []
+    lines += _deployment(deployment)
     for entry in ranks:
         lines += ["[[rank]]", f"rank = {entry.rank}"]
         lines += [f"gpu = {_text(entry.gpu)}"] if entry.gpu else []
@@ -90,6 +98,28 @@ def write(directory: Path, text: str) -> Path:
         Path(name).unlink(missing_ok=True)
         raise
     return target
+
+
+def _without_layout(arguments: Sequence[str]) -> list[str]:
+    result, dropping = [], False
+    for token in arguments:
+        name, equals, _ = token.partition("=")
+        if dropping and not token.startswith("--"):
+            dropping = False
+        elif layout_key(name):
+            dropping = not equals and find(FLAGS, name) is None
+        else:
+            dropping = False
+            result.append(token)
+    return result
+
+
+def _deployment(layout: Deployment) -> list[str]:
+    """The table; nothing for a single rank. The GPUs are in [[rank]] tables."""
+    sizes = {name: getattr(layout, name) for name in ("tp_size", "pp_size", "dp_size", "ep_size")}
+    lines = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
+    lines += ["attention_dp = true"] if layout.attention_dp else []
+    return ["[deployment]", *lines] if lines else []
 
 
 def _absolute(value: str) -> str:

@@ -7,6 +7,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 from weightcache.config import RankConfig
+from weightcache.deployment import Deployment, LayoutError
 from weightcache.errors import DeviceUnavailable, UsageError
 
 if TYPE_CHECKING:
@@ -15,45 +16,73 @@ if TYPE_CHECKING:
     from weightcache.launch.sglang_options import Given
 
 _TIMEOUT = 30.0
+_MOST_NODES = 65536
+
+
+def deployment(given: Given) -> Deployment:
+    """The layout that arguments ask for; nodes have no names there. Raises UsageError for one that cannot be."""
+    sizes = {name: _number(given, name, 1) for name in ("tp_size", "pp_size", "dp_size", "ep_size", "gpu_id_step")}
+    attention = _number(given, "attn_dp_size", 1)
+    if attention > 1:
+        if sizes["dp_size"] not in (1, attention):
+            raise UsageError("--attn-dp-size and --dp-size together are a layout that weightcache does not know")
+        sizes["dp_size"] = attention
+    made = Deployment(
+        **sizes,
+        attention_dp=attention > 1 or given.flag("enable_dp_attention"),
+        nodes=tuple(f"node-{node}" for node in range(min(_number(given, "nnodes", 1), _MOST_NODES))),
+        base_gpu_id=_number(given, "base_gpu_id", 0),
+    )
+    try:
+        made.check()
+    except LayoutError as error:
+        option = "--nnodes" if error.key == "nodes" else f"--{error.key.replace('_', '-')}"
+        raise UsageError(f"{option}: {error.text}") from None
+    return made
 
 
 def ranks(given: Given) -> range:
-    """The global ranks (pp_rank * tp_size + tp_rank) of this host. Raises UsageError."""
-    sizes = {name: given.number(name, 1) for name in ("tp_size", "pp_size", "nnodes")}
-    sizes["node_rank"] = given.number("node_rank", 0)
-    for name, size in sizes.items():
-        if size is None or size < (0 if name == "node_rank" else 1):
-            raise UsageError(f"--{name.replace('_', '-')} {given.text(name)!r} is no such number")
-    world = (sizes["tp_size"] or 1) * (sizes["pp_size"] or 1)
-    nodes, node = sizes["nnodes"] or 1, sizes["node_rank"] or 0
-    if world % nodes or node >= nodes:
-        raise UsageError(f"{world} ranks on {nodes} nodes, of which this is node {node}, make no layout")
-    local = world // nodes
-    return range(node * local, (node + 1) * local)
+    """The global ranks of this host, those of all replicas. Raises UsageError."""
+    layout, node = deployment(given), _number(given, "node_rank", 0)
+    if not 0 <= node < layout.node_count:
+        raise UsageError(f"--node-rank {node}: there are {layout.node_count} nodes, from 0")
+    return layout.of_node(node)
+
+
+def reporting(given: Given) -> int:
+    """How many ranks on this host SGLang tells apart: replicas have the same ones. Raises UsageError."""
+    here = ranks(given)
+    return len(deployment(given).launch_of(here[0]))
 
 
 def rank_configs(given: Given, environment: Mapping[str, str] = os.environ) -> tuple[str, tuple[RankConfig, ...]]:
-    """The memory backend and this host's ranks with their GPUs. Raises UsageError or DeviceUnavailable."""
+    """The memory backend and this host's ranks with their GPUs. Raises UsageError or DeviceUnavailable.
+
+    In host memory, replicas share the ranks of the first one.
+    """
     device = given.text("device")
     if device not in ("", "cuda", "cpu"):
         raise UsageError(f"weightcache holds weights in CUDA or host memory, not on --device {device}")
-    here = ranks(given)
-    attention_dp = given.flag("enable_dp_attention") or "attn_dp_size" in given.values
-    if (given.number("dp_size", 1) or 1) > 1 and not attention_dp:
-        raise UsageError("daemon mode starts one agent a rank, but --dp-size repeats ranks: configure agents instead")
+    layout, here = deployment(given), ranks(given)
     gpus = [] if device == "cpu" else visible(all_gpus(), environment.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         if device == "cuda":
             raise DeviceUnavailable("--device cuda, but nvidia-smi shows no GPU that this launch may use")
-        return "host", tuple(RankConfig(rank) for rank in here)
-    first, step = given.number("base_gpu_id", 0) or 0, given.number("gpu_id_step", 1) or 1
+        return "host", tuple(RankConfig(rank) for rank in layout.launch_of(here[0]))
     chosen = []
-    for i, rank in enumerate(here):
-        index = first + i * step
-        if not 0 <= index < len(gpus):
+    for rank in here:
+        index = layout.gpu_index(rank)
+        if index >= len(gpus):
             raise DeviceUnavailable(f"rank {rank} would be on GPU {index}, but there are {len(gpus)}")
         chosen.append(RankConfig(rank, gpus[index]))
     return "cuda", tuple(chosen)
+
+
+def _number(given: Given, name: str, default: int) -> int:
+    number = given.number(name, default)
+    if number is None:
+        raise UsageError(f"--{name.replace('_', '-')} {given.text(name)!r} is no such number")
+    return number
 
 
 def all_gpus() -> list[str]:

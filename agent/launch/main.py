@@ -52,6 +52,7 @@ def _main(argv: Sequence[str]) -> int:
     if launch.flag("help") or (options.mode == "off" and not options.explain):
         return _plain(options)
     config = _config(options, options.config is not None or options.reaction == "error")
+    _check_port(config, launch)
     if options.explain == "short":
         where = sockets.directory(options.runtime_dir, config)
         found = sockets.discover(where, config, launch.text("device"), activate=False)
@@ -70,7 +71,7 @@ def _of_this_launch(found: sockets.Agents, launch: Given, ask_driver: bool) -> s
         return found
     try:
         if found.backend == "host":
-            return found.only([RankConfig(rank) for rank in layout.ranks(launch)])
+            return found.only([RankConfig(rank) for rank in layout.ranks(launch)][: layout.reporting(launch)])
         if ask_driver:
             return found.only(layout.rank_configs(launch)[1])
         return found if len(found.agents) == len(layout.ranks(launch)) else replace(found, agents=())
@@ -90,9 +91,17 @@ def _plain(options: Options) -> int:
         raise UsageError(f"{python} cannot be started ({error.strerror})") from None
 
 
+def _check_port(config: Config, launch: Given) -> None:
+    """Engines and loaders of several nodes meet in their own ways, on the same first node. Raises UsageError."""
+    port, deployment = launch.text("dist_init_addr").rpartition(":")[2], config.deployment
+    if deployment.node_count > 1 and port in (str(deployment.port), str(deployment.port + 1)):
+        taken = f"{deployment.port} and {deployment.port + 1}"
+        raise UsageError(f"--dist-init-addr: the loaders of this deployment meet at ports {taken}: choose another one")
+
+
 def _local_ranks(launch: Given) -> int:
     try:
-        return len(layout.ranks(launch))
+        return layout.reporting(launch)
     except UsageError:
         return 1  # SGLang will say what is wrong
 

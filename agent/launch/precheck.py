@@ -66,7 +66,7 @@ def compare(resident: Fingerprint, given: Given, content: bool = False) -> tuple
         "override_args": "" if given.text("override_args") == "{}" else given.text("override_args"),
         "load_format": _load_format(given, resident),
         **{name: given.number(name, default) for name, default in _SIZES.items()},
-        "dp_size": given.number("dp_size") if "dp_size" in given.values else _UNSAID,
+        "dp_size": _dp_size(given),
         "ep_size": _ep_size(given),
         "quant_method": _quantization(checkpoint, given),
         "dtype": _dtype(checkpoint, given),
@@ -114,6 +114,11 @@ def _load_format(given: Given, resident: Fingerprint) -> str | None:
         return value
     # What auto becomes depends on the checkpoint (GGUF, Mistral's own format) and on the quantization.
     return "auto" if resident.load_format == "auto" else None
+
+
+def _dp_size(given: Given) -> int | None:
+    # Without attention groups these are replicas, each of which has the whole model.
+    return given.number("dp_size") if "dp_size" in given.values and given.flag("enable_dp_attention") else _UNSAID
 
 
 def _ep_size(given: Given) -> int | None:

@@ -361,3 +361,20 @@ def _older(send):
         send(sock, data.replace(b'"protocol": 1', b'"protocol": 0', 1), fds)
 
     return older
+
+
+@pytest.mark.parametrize(("port", "refused"), [(29700, True), (29701, True), (29702, False)])
+@pytest.mark.parametrize("option", ["--dist-init-addr", "--nccl-init-addr"])
+def test_engines_meet_elsewhere_than_loaders(launcher, agent, port, refused, option):
+    agent()
+    launcher.script(*GOOD)
+    file = launcher.directory / "w.toml"
+    file.write_text('[memory]\nbackend = "host"\n[deployment]\ntp_size = 2\nnodes = ["gpu-a", "gpu-b"]\nport = 29700\n')
+    arguments = ["--model-path", "/models/a", "--tp", "2", "--nnodes", "2", "--node-rank", "0"]
+    status, _, err = launcher.run("--wcache-config", str(file), *arguments, option, f"gpu-a:{port}")
+    if refused:
+        assert status == 2
+        assert "the loaders of this deployment meet at ports 29700 and 29701: choose another one" in err
+    else:
+        assert status == 0, err
+    assert len(launcher.runs) == (not refused)

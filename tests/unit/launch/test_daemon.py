@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,14 @@ def test_agents_for_only_some_ranks_are_not_enough(daemon, agent):
     assert "none serves rank:1" in err
 
 
+def test_several_nodes_need_agents_that_are_configured(daemon):
+    arguments = ["--model-path", "org/model", "--device", "cpu", "--tp", "2", "--nnodes", "2", "--node-rank", "0"]
+    status, _, err = daemon.run(*daemon.mode, *arguments, "--dist-init-addr", "a:29500")
+    assert status == 2
+    assert "run agents with nodes in [deployment] on all of them, and launch with --weight-cache-mode client" in err
+    assert daemon.runs == []
+
+
 def test_a_launch_without_proof_is_ended(daemon, agent):
     agent()
     daemon.script(["sleep", 0])
@@ -169,7 +178,40 @@ def test_the_models_directory_is_written_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = os.path.realpath(tmp_path / "m")
     assert daemon_config.model_arguments(["--model-path", "m"]) == ("--model-path", expected)
-    assert daemon_config.model_arguments(["--model=m", "--tp", "2"]) == (f"--model={expected}", "--tp", "2")
+    assert daemon_config.model_arguments(["--model=m", "--dtype", "half"]) == (f"--model={expected}", "--dtype", "half")
+
+
+def test_what_says_the_layout_is_no_argument_of_the_model():
+    kept = ["--model-path", "m", "--trust-remote-code", "--ep-num-redundant-experts", "2", "--dtype", "half"]
+    layout = ["--tp", "2", "--pp-size=2", "--data-parallel-size", "2", "--enable-dp-attention", "--ep", "2"]
+    layout += ["--dist-init-addr", "a:1", "--nnodes", "1", "--node-rank=0", "--base-gpu-id", "1", "--gpu-id-step", "2"]
+    for position in range(0, len(kept) + 1, 1):
+        if position in (1, 4, 6):  # between an option and its value
+            continue
+        mixed = [*kept[:position], *layout, *kept[position:]]
+        assert list(daemon_config.model_arguments(mixed)) == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks"),
+    [
+        (["--tp", "2"], 2),
+        (["--tp", "2", "--pp-size", "2", "--ep", "2"], 4),
+        (["--tp", "4", "--dp", "2", "--enable-dp-attention"], 4),
+        (["--tp", "4", "--attn-dp-size", "2"], 4),
+        (["--dp", "2"], 2),
+        (["--tp", "2", "--dp", "2", "--base-gpu-id", "4"], 4),
+    ],
+)
+def test_the_written_file_has_the_deployment(tmp_path, arguments, ranks):
+    launch = given(["--model-path", "m", *arguments])
+    wanted = [RankConfig(rank, f"GPU-0000000{rank}-89ab-cdef-0123-456789abcdef") for rank in layout.ranks(launch)]
+    text = daemon_config.render("p", ["--model-path", "m"], "cuda", wanted, deployment=layout.deployment(launch))
+    written = config.parse(text, tmp_path / "c")
+    assert written.ranks == tuple(wanted)
+    assert len(wanted) == ranks
+    expected = replace(layout.deployment(launch), nodes=(), base_gpu_id=0)
+    assert written.deployment == expected
 
 
 GPUS = ["GPU-aa", "GPU-ab", "GPU-c", "GPU-d"]
@@ -202,8 +244,20 @@ def test_ranks_of_this_host(monkeypatch):
     assert [r.rank for r in layout.rank_configs(second, {})[1]] == [2, 3]
     with pytest.raises(DeviceUnavailable):
         layout.rank_configs(given(["--tp", "8"]), {})
-    with pytest.raises(UsageError):
-        layout.rank_configs(given(["--dp", "2"]), {})
+    assert layout.rank_configs(given(["--dp", "2", "--gpu-id-step", "2"]), {})[1] == (
+        RankConfig(0, "GPU-aa"),
+        RankConfig(1, "GPU-c"),
+    )
+    # Replicas in host memory share it.
+    assert layout.rank_configs(given(["--dp", "2", "--tp", "2", "--device", "cpu"]), {})[1] == (
+        RankConfig(0),
+        RankConfig(1),
+    )
+    for wrong in (["--tp", "4", "--ep", "3"], ["--dp", "2", "--attn-dp-size", "4"], ["--nnodes", "2"]):
+        with pytest.raises(UsageError):
+            layout.rank_configs(given(wrong), {})
+    with pytest.raises(UsageError, match="--node-rank 2: there are 2 nodes"):
+        layout.rank_configs(given(["--tp", "2", "--nnodes", "2", "--node-rank", "2"]), {})
     with pytest.raises(UsageError):
         layout.rank_configs(given(["--device", "xpu"]), {})
     with pytest.raises(UsageError):
