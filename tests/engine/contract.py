@@ -14,12 +14,16 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import weightcache
+from tests.support.layouts import LAYOUTS
+from weightcache.deployment import Deployment
 from weightcache.engine import adapter, evidence, gate, refusals
 from weightcache.errors import UnsupportedMethod
 from weightcache.launch import arguments, server_only, sglang_options
@@ -228,6 +232,40 @@ def spellings(options: set[str]) -> Iterator[str]:
                     yield f"{prefix} is {matches[0]}, which the launcher reads as {sorted(read) or 'nothing'}"
 
 
+def layouts() -> Iterator[str]:
+    """Ranks, nodes and GPUs of a deployment are those that SGLang's own launch gives them."""
+    from sglang.srt.weight_cache.protocol import compute_local_gpu_id
+
+    for deployment in (layout.deployment for layout in LAYOUTS):
+        of_replica = deployment.world * deployment.gpu_id_step
+        for node in range(deployment.node_count):
+            pp_ranks, tp_ranks, stages, tp_here = _rank_ranges(deployment, node)
+            expected = [
+                (
+                    replica * deployment.world + pp * deployment.tp_size + tp,
+                    replica * of_replica
+                    + compute_local_gpu_id(pp, tp, stages, tp_here, deployment.base_gpu_id, deployment.gpu_id_step),
+                )
+                for replica in range(deployment.replicas)
+                for pp in pp_ranks
+                for tp in tp_ranks
+            ]
+            mine = [(rank, deployment.gpu_index(rank)) for rank in deployment.of_node(node)]
+            if mine != expected:
+                yield f"{deployment}: node {node} has (rank, GPU) {mine}, SGLang's launch {expected}"
+
+
+def _rank_ranges(deployment: Deployment, node: int) -> tuple[range, range, int, int]:
+    from sglang.srt.entrypoints import engine
+
+    sizes = {"nnodes": deployment.node_count, "pp_size": deployment.pp_size, "tp_size": deployment.tp_size}
+    calculate: Any = engine._calculate_rank_ranges
+    if len(parameters(calculate)) > 1:
+        return tuple(calculate(*sizes.values(), node))  # type: ignore[return-value]
+    with mock.patch.object(engine, "get_parallel", return_value=SimpleNamespace(**sizes)):
+        return tuple(calculate(node))  # type: ignore[return-value]
+
+
 def mode(options: set[str]) -> Iterator[str]:
     """The option that the launcher consumes, and its abbreviations."""
     if arguments.MODE not in options:
@@ -276,7 +314,7 @@ def main() -> int:
     """Print what was found."""
     problems = [
         problem
-        for check in (imports, targets, signatures, modelopt, baseline, answers, topology, methods)
+        for check in (imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods)
         for problem in check()
     ]
     options = set(parser()._option_string_actions)

@@ -11,7 +11,7 @@ import pytest
 from weightcache import nodes
 from weightcache.errors import ConfigError
 
-NOWHERE = "192.0.2.1"
+NOWHERE = "198.51.100.1"
 """No host has it (RFC 5737)."""
 
 

@@ -21,7 +21,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from tests.unit.server.conftest import agent, kept, named, named_with_sdnotify  # noqa: F401 - fixtures
 from tests.unit.server.harness import Agent, eventually
 from tests.unit.server.kept import Kept
-from weightcache.monitor import web
+from weightcache.monitor import brief, web
 
 HANDED = """
 import os, sys
@@ -119,6 +119,19 @@ def test_an_agent_that_is_killed_and_comes_back(kept: Kept, exporter: Callable[.
         eventually(lambda: (serving.value("weightcache_agent_start_time_seconds") or 0) > (first or 0))
     assert serving.value("weightcache_events_total", event="set-adopted") == 1
     assert serving.value("weightcache_set_bytes", role="target") == 131072
+
+
+def test_the_state_for_other_nodes(agent: Agent, exporter: Callable[..., Exporter]) -> None:  # noqa: F811
+    agent.start("--load")
+    serving = exporter().ready()
+    eventually(lambda: brief.decode(serving.get("/status")[1].encode())[0].state == "ready")
+    status, text = serving.get("/status")
+    assert status == 200
+    (rank,) = brief.decode(text.encode())
+    assert (rank.rank, rank.backend, len(rank.sets), rank.error) == (0, "host", 1, None)
+    agent.stop(signal.SIGKILL)
+    eventually(lambda: brief.decode(serving.get("/status")[1].encode())[0].state == "down")
+    assert brief.decode(serving.get("/status")[1].encode())[0].sets == ()
 
 
 def test_an_agent_that_stops_is_down(agent: Agent, exporter: Callable[..., Exporter]) -> None:  # noqa: F811
