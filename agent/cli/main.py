@@ -49,7 +49,7 @@ def parser() -> Parser:
     add_global(top, top=True)
     top.add_argument("--version", action="version", version=_version(), help="print the version and leave")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for module in (status, deployment, load, attach, control, config_command, parity, doctor, metrics):
+    for module in (status, load, deployment, attach, control, config_command, parity, doctor, metrics):
         module.register(commands)
     text = "keep weights over an agent's crashes without systemd"
     command = commands.add_parser("keeper", help=text, description=keeper.DESCRIPTION)

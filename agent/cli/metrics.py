@@ -27,8 +27,9 @@ Print the metrics of all ranks once, in the OpenMetrics format. Agents that do n
 error. docs/operations.md says what each metric tells, and what to do then."""
 
 EXPORTER = """\
-Serve the metrics of all ranks of this host over HTTP until SIGTERM: GET /metrics for Prometheus, GET /health, which
-is 200 while at least one agent answers. The unit weightcache-exporter.service runs this."""
+Serve the metrics of all ranks of this host over HTTP until SIGTERM: GET /metrics for Prometheus, GET /status for
+`wcache status` on the other nodes of a deployment, and GET /health, which is 200 while at least one agent answers. The
+unit weightcache-exporter.service runs this."""
 
 SUFFIX = ".prom"
 

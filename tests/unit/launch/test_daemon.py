@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -11,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.launch.support import GOOD, alive
+from tests.unit.launch.support import ATTACHED, GOOD, alive
 from weightcache import config
 from weightcache.config import RankConfig
+from weightcache.deployment import Deployment
 from weightcache.engine import directive
 from weightcache.errors import DeviceUnavailable, PermissionRefused, UsageError
 from weightcache.launch import daemon_config, layout
@@ -64,6 +66,24 @@ def test_first_and_second_start(daemon):
     assert status == 1
     assert "revision | (none)   | other  | another revision of the weights" in err
     assert len(daemon.runs) == 2
+
+
+def test_two_ranks_are_loaded_together(daemon):
+    daemon.environment["WCTEST_FINGERPRINT"] = json.dumps({"revision": "", "override_args": "", "tp_size": 2})
+    second = ["decision", {**ATTACHED, "rank": 1}]
+    daemon.script(*GOOD, second)
+    arguments = ["--model-path", "org/model", "--device", "cpu", "--tp", "2"]
+    status, _, err = daemon.run(*daemon.mode, *arguments)
+    assert status == 0, err
+    assert len(re.findall(r"rank \d: started an agent under a keeper", err)) == 2
+    home = daemon.runtime_dir
+    written = config.load(home / "weightcache.toml")
+    assert written.deployment == Deployment(tp_size=2)
+    assert written.ranks == (RankConfig(0), RankConfig(1))
+    assert written.model.arguments == ("--model-path", "org/model", "--device", "cpu")
+    told = directive.read(daemon.runs[0]["env"])
+    assert told.sockets == {f"rank:{rank}": str(home / f"{rank}.sock") for rank in (0, 1)}
+    assert daemon.runs[0]["argv"] == arguments
 
 
 def test_what_is_allowed_for_a_comparison_is_not_inherited(daemon):
