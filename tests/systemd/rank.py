@@ -243,10 +243,15 @@ def loaders(machine: Machine) -> list[str]:
 def arenas(machine: Machine, besides: int = 0) -> set[int]:
     """The arenas of the loader for tests that any process inside but ``besides`` has open, PID 1 among them."""
     found = set()
-    for path in machine.path("/proc").glob("[0-9]*/fd/*"):
+    for process in machine.path("/proc").glob("[0-9]*"):
+        if process.name == str(besides):
+            continue
+        # Meanwhile a process may end, and a descriptor be closed.
         with contextlib.suppress(OSError):
-            if path.parts[-3] != str(besides) and path.readlink().name.startswith("memfd:test-arena"):
-                found.add(path.stat().st_ino)
+            for path in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if path.readlink().name.startswith("memfd:test-arena"):
+                        found.add(path.stat().st_ino)
     return found
 
 
