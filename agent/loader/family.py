@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -20,6 +21,7 @@ from weightcache.loader.reasons import Reason
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+LAST_WORDS_SECONDS = 1.0
 REAP_SECONDS = 15.0
 """How long killed processes may take to be gone: a driver frees memory at its own pace."""
 
@@ -37,7 +39,8 @@ class Family:
     They are a process group of their own, since this process has to outlive them.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, alone: bool) -> None:
+        """Start ``command``; ``alone``: its only process has no others whose failure could be the cause of its own."""
         self._folder = tempfile.TemporaryDirectory(prefix="weightcache-")
         self._reason = Path(self._folder.name) / "reason"
         self._signal = 0
@@ -54,9 +57,10 @@ class Family:
             if os.getppid() != parent:
                 os._exit(1)
 
+        wait = {} if alone else {reasons.WAIT_VARIABLE: f"{reasons.CAUSE_SECONDS:g}"}
         self._child = subprocess.Popen(
             command,
-            env={**environment, reasons.VARIABLE: str(self._reason)},
+            env={**environment, reasons.VARIABLE: str(self._reason)} | wait,
             stdin=subprocess.DEVNULL,
             process_group=0,
             preexec_fn=tie_to_parent,
@@ -75,6 +79,11 @@ class Family:
         if self._child.returncode is None:  # not reaped, so the number cannot be another group's
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
+
+    def told(self, reason: str) -> None:
+        """Pass on why the launch is over; ranks that notice it themselves have a moment to tell their agents."""
+        reasons.leave(Reason(LoadFailed.code, reason, own=True), self._reason)
+        select.select([self.pidfd], [], [], LAST_WORDS_SECONDS)
 
     def end(self) -> Reason | None:
         """Wait for the child, end what it left; returns why it failed, or None when all was published."""

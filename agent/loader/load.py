@@ -18,15 +18,14 @@ from pathlib import Path
 
 from weightcache import checkpoint
 from weightcache.engine.directive import UNPROVEN_VARIABLE, Directive, token_for
-from weightcache.errors import DeviceUnavailable, LoadFailed, UsageError, WeightcacheError, from_code
-from weightcache.loader import facts, gathering, rendezvous
+from weightcache.errors import DeviceUnavailable, LoadFailed, UsageError, WeightcacheError
+from weightcache.loader import facts, gathering, reasons, rendezvous
 from weightcache.loader.family import Family, end_with_parent
 from weightcache.loader.meeting import Meeting
 from weightcache.loader.wire import Hello
 from weightcache.paths import RankPaths
 
-CAUSE_SECONDS = 3.0
-"""How long to wait for another node's reason, where this node's may be a consequence of it."""
+LAUNCH = ("-m", "weightcache.loader.sglang_launch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,16 +142,18 @@ def _launch(directive: Directive, arguments: Sequence[str], meeting: Meeting) ->
     variables = directive.environment()
     if name := rendezvous.interface(meeting.address):
         variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", name)
-    command = [sys.executable, "-m", "weightcache.loader.sglang_launch", *arguments]
-    with Family(command, {**os.environ, **variables}) as family:
+    command = [sys.executable, *LAUNCH, *arguments]
+    alone = len(directive.sockets) == 1 and not meeting.address
+    with Family(command, {**os.environ, **variables}, alone=alone) as family:
         if elsewhere := meeting.until(family.pidfd):
+            family.told(elsewhere)
             raise LoadFailed(elsewhere)
         failure = family.end()
     if failure is None:
         return
-    if not failure.own and (elsewhere := meeting.until(None, CAUSE_SECONDS)):
+    if not failure.own and (elsewhere := meeting.until(None, reasons.CAUSE_SECONDS)):
         raise LoadFailed(elsewhere)
-    raise from_code(failure.code, failure.message)
+    raise failure.error()
 
 
 def tell(directive: Directive, error: WeightcacheError) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from weightcache import protocol
 from weightcache.client import Conversation
 from weightcache.errors import WeightcacheError
+from weightcache.loader import reasons
 from weightcache.manifest import Manifest, encode
 from weightcache.memory import memfd
 from weightcache.protocol import LoadProgress, SetInfo
@@ -64,7 +65,8 @@ class Publication:
         return self.conversation.request(protocol.Commit(self.sets), protocol.Committed, ACKNOWLEDGE_SECONDS).set_ids
 
     def abort(self, error: WeightcacheError) -> None:
-        """Say why nothing will come."""
+        """Say why nothing will come: in a launch of several ranks the cause, which may be another rank's."""
+        error = reasons.settled(error)
         try:
             self.conversation.send(protocol.Abort(error.code, error.message), timeout=1.0)
         except WeightcacheError:

@@ -91,7 +91,7 @@ def _not_reached(*_: Any) -> Any:
 
 
 def run() -> int:
-    """``main``, with the reason of a failure left for the parent: one sentence, the traceback only in the log."""
+    """``main``, with the reason of a failure left for the parent, which says it: a traceback is for the log only."""
     try:
         return main()
     except WeightcacheError as error:
@@ -100,9 +100,7 @@ def run() -> int:
         traceback.print_exc()
         first = (str(error).strip().splitlines() or [""])[0]
         failure = LoadFailed(f"SGLang could not start the load: {type(error).__name__}: {first[:500]}")
-    # Ranks tell their own agents; this is about what comes before there is any.
     reasons.leave(reasons.of(failure))
-    print(f"weightcache-loader: {failure}", file=sys.stderr)
     return failure.exit_status
 
 
