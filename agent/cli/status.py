@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     others = peers.ask(site) if options.rank is None else ()
     down = [view.status.rank for view in views if view.agent == "down"]
     if options.json:
-        of_nodes = [status_nodes.plain(peer) for peer in others]
-        print(json.dumps({"schema": 1, "ranks": [plain(view) for view in views], "nodes": of_nodes}, indent=2))
+        of_nodes = {"nodes": [status_nodes.plain(peer) for peer in others]} if others else {}
+        print(json.dumps({"schema": 1, "ranks": [plain(view) for view in views], **of_nodes}, indent=2))
     else:
         lines = _lines(views, systemd.of_ranks(site, down)) if views else []
         if others:

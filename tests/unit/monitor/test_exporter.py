@@ -134,6 +134,30 @@ def test_the_state_for_other_nodes(agent: Agent, exporter: Callable[..., Exporte
     assert brief.decode(serving.get("/status")[1].encode())[0].sets == ()
 
 
+def test_another_node_shows_it(agent: Agent, exporter: Callable[..., Exporter], tmp_path: Path) -> None:  # noqa: F811
+    agent.start("--load")
+    serving = exporter(listen="127.0.0.2:0").ready()
+    eventually(lambda: serving.value("weightcache_rank_ready", rank="0") == 1)
+    (tmp_path / "w.toml").write_text(
+        f'[memory]\nbackend = "host"\n[exporter]\nlisten = "0.0.0.0:{serving.address[1]}"\n'
+        '[deployment]\ntp_size = 2\nnodes = ["127.0.0.2", "127.0.0.1"]\n'
+    )
+    command = ["--config", str(tmp_path / "w.toml"), "--runtime-dir", str(tmp_path), "status"]
+    done = subprocess.run(
+        [sys.executable, "-m", "weightcache.cli", *command],
+        env={**os.environ, "WEIGHTCACHE_NODE_RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (69, f"wcache: no agent answers in {tmp_path}\n")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["node", "0", "(127.0.0.2):"] in lines
+    assert ["1", "unknown", "(down)"] == lines[2][:3]
+    assert ["0", "ready", "host"] in [line[:3] for line in lines]
+
+
 def test_an_agent_that_stops_is_down(agent: Agent, exporter: Callable[..., Exporter]) -> None:  # noqa: F811
     agent.start()
     serving = exporter().ready()
