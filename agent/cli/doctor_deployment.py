@@ -52,9 +52,11 @@ def _others(site: Site) -> Iterator[Finding]:
     if len(names) < 2:
         return
     # The first one's address is where all meet: on that host itself, it must not be the loopback's.
-    known = nodes.addresses(names)
-    for node, name in enumerate(names):
-        found, subject = known[name], f"node {node}"
+    looked_up = [node for node in range(len(names)) if node != site.node or node == 0]
+    known = nodes.addresses([names[node] for node in looked_up])
+    for node in looked_up:
+        name, subject = names[node], f"node {node}"
+        found = known[name]
         if not found:
             yield problem(subject, f"the name {name} is not known here", "mend DNS or /etc/hosts, or write its address")
         elif node == 0 and all(address.startswith(LOOPBACK) for address in found):

@@ -41,25 +41,36 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
         "how long to wait for the load; 0 only starts it, with exit status 75 (default: loader.timeout_seconds)",
         None,
     )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="also where it is resident: what nobody uses is replaced, what engines use goes with the last of them",
+    )
     add_global(parser)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Ask all ranks at the same time: the ranks of one model load together."""
+    """Ask all ranks at the same time: the ranks of one launch load together, and the first of them leads."""
     site = ranks.open_site(options)
     ranks.warn_of_config(site)
     chosen = choose_ranks(site, options.rank)
     wait = site.config.loader.timeout_seconds if options.wait is None else options.wait
     display = Display()
 
-    def load(rank: int) -> str:
+    def load(rank: int, again: bool = False) -> str:
         with Conversation(site.rank(rank).public, ANSWER_SECONDS) as agent:
-            request, answer = protocol.Load(wait), protocol.Loaded
+            request, answer = protocol.Load(wait, again), protocol.Loaded
             loaded = agent.request(request, answer, wait + GRACE_SECONDS, lambda now: display.update(rank, now))
         return f"ready, set {loaded.set_id}"
 
-    return ranks.report(chosen, load, display.quiet)
+    if not options.again:
+        return ranks.report(chosen, load, display.quiet)
+    deployment = site.config.deployment
+    leaders = sorted({deployment.launch_of(rank)[0] if rank in deployment.ranks else rank for rank in chosen})
+    failed = ranks.report(leaders, lambda rank: load(rank, again=True), display.quiet)
+    others = [rank for rank in chosen if rank not in leaders]
+    return failed or (ranks.report(others, load, display.quiet) if others else 0)
 
 
 class Display:

@@ -154,7 +154,7 @@ def test_another_node_shows_it(agent: Agent, exporter: Callable[..., Exporter], 
     assert (done.returncode, done.stderr) == (69, f"wcache: no agent answers in {tmp_path}\n")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["node", "0", "(127.0.0.2):"] in lines
-    assert ["1", "unknown", "(down)"] == lines[2][:3]
+    assert lines[2][:3] == ["1", "unknown", "(down)"]
     assert ["0", "ready", "host"] in [line[:3] for line in lines]
 
 
