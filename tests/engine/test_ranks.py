@@ -1,4 +1,7 @@
-"""Two ranks of one engine, each with its own agent: all of them attach, or all donate, or all load from disk."""
+"""Two ranks of one engine, each with its own agent: all of them attach, or all donate, or all load from disk.
+
+The agents load in one launch for both ranks, and an engine attaches to ranks of one load only.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine import support
-from tests.support.agent import Agent
+from tests.support.agent import Agent, eventually
 from tests.support.engine import Engine
 from tests.support.environments import NEWEST
 
@@ -24,9 +27,18 @@ def two_ranks(runtime_dir: Path, model: Path, log: Path) -> Engine:
 
     SGLang wants to know which core each gets, and takes NCCL for itself when it finds the library, even on the CPU.
     """
+    return support.launched(runtime_dir, model, log, arguments=("--tp-size", "2"), environment=variables())
+
+
+def variables() -> dict[str, str]:
+    """What SGLang needs for two ranks on the CPU."""
     cores = sorted(os.sched_getaffinity(0))
-    variables = {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "SGLANG_NCCL_SO_PATH": "/nonexistent/nccl"}
-    return support.launched(runtime_dir, model, log, arguments=("--tp-size", "2"), environment=variables)
+    return {"SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", "SGLANG_NCCL_SO_PATH": "/nonexistent/nccl"}
+
+
+def together(folder: Path, model: Path, rank: int) -> Agent:
+    """The agent of one of two ranks that load together."""
+    return Agent(folder, rank=rank, model=model, variables=variables(), deployment={"tp_size": 2}, keeper=True)
 
 
 def leased(agents: list[Agent]) -> set[int]:
@@ -73,3 +85,22 @@ def test_all_ranks_or_none(sglang_version: str, tiny_model: Path, runtime_dir: P
             for process in engine.schedulers():
                 assert support.memory_of(process.pid).arenas == ()
             assert agents[0].status().sets[0].leases == ()
+
+    with ExitStack() as stack:
+        agents = [stack.enter_context(together(runtime_dir, tiny_model, rank)) for rank in RANKS]
+        agents[1].load()
+        loaded = [agent.await_state("ready").sets[0] for agent in agents]
+        assert [held.fingerprint for held in loaded] == [held.fingerprint for held in shards]
+        assert [held.digest for held in loaded] == [held.digest for held in shards]
+        assert loaded[0].group == loaded[1].group
+
+        with two_ranks(where, tiny_model, tmp_path / "loaded") as engine:
+            for rank in RANKS:
+                assert "attached set" in support.line_of(engine, rank)
+            assert leased(agents) == {process.pid for process in engine.schedulers()}
+            assert engine.tokens(PROMPT) == tokens
+            agents[0].kill()
+            agents[0].await_answer()
+            eventually(lambda: len(agents[0].status().sets[0].leases) == 1, 20, "the lease is not renewed")
+            assert engine.tokens(PROMPT) == tokens
+        assert [agent.status().sets[0].group for agent in agents] == [held.group for held in loaded]

@@ -47,6 +47,7 @@ class Agent:
     ``folder`` has a short path and holds the configuration, the log and, in ``run``, the sockets; agents of several
     ranks may share it. Without ``model`` the agent holds only what engines donate. ``version`` chooses the SGLang that
     loads, ``command`` another loader, ``variables`` are added to the loader's, ``policy`` is the table of that name.
+    ``deployment`` is the table of that name, for ranks that load together: all must be given the same.
     With ``keeper`` the agent runs under ``wcache keeper``, which ends with this process.
     """
 
@@ -61,6 +62,7 @@ class Agent:
         command: Sequence[str | Path] = (),
         variables: Mapping[str, str] | None = None,
         policy: Mapping[str, Any] | None = None,
+        deployment: Mapping[str, Any] | None = None,
         arena_bytes: int = 0,
         keeper: bool = False,
     ) -> None:
@@ -85,10 +87,13 @@ class Agent:
             tables["model"] = {"arguments": ["--model-path", str(model), *CPU_ARGUMENTS, *arguments]}
         if policy is not None:
             tables["policy"] = policy
+        if deployment is not None:
+            tables["deployment"] = deployment
         text = [
             f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items()) for name, table in tables.items()
         ]
-        self.config.write_text("".join(text) + f"[[rank]]\nrank = {rank}\n")
+        text += [] if deployment is not None else [f"[[rank]]\nrank = {rank}\n"]
+        self.config.write_text("".join(text))
 
     @property
     def process(self) -> subprocess.Popen[bytes]:

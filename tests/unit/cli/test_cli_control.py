@@ -38,6 +38,16 @@ def test_load_waits_as_long_as_a_load_may_take(host):
     assert agent.asked == [protocol.Load(77.0)]
 
 
+def test_load_again_asks_who_leads(host):
+    host.config.write_text('[memory]\nbackend = "host"\n[deployment]\ntp_size = 2\n')
+    agents = [host.agent(rank, Loaded(f"s{rank}")) for rank in range(2)]
+    got = host.wcache("load", "--wait", "5", "--again")
+    assert (got.status, got.out) == (0, "rank 0: ready, set s0\nrank 1: ready, set s1\n")
+    assert [agent.asked for agent in agents] == [[protocol.Load(5.0, again=True)], [protocol.Load(5.0)]]
+    assert host.wcache("load", "--wait", "5", "--again", "--rank", "1").status == 0
+    assert [agent.asked[1:] for agent in agents] == [[protocol.Load(5.0, again=True)], [protocol.Load(5.0)]]
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [
