@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 SECONDS = 2.0
 """For all nodes together."""
 
+MOST_WHY = 200
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -50,7 +52,8 @@ def _peer(node: int, name: str, port: int, answer: tuple[RankBrief, ...] | BaseE
     if isinstance(answer, OSError):
         advice = f'is weightcache-exporter running there, with [exporter] listen = "0.0.0.0:{port}"?'
         return Peer(node, name, error=f"no answer from {url} ({_why(answer)}): {advice}")
-    return Peer(node, name, error=f"{url} does not answer as an exporter of this version does ({answer})")
+    why = str(answer)[:MOST_WHY]  # it may quote what somebody else answered
+    return Peer(node, name, error=f"{url} does not answer as an exporter of this version does ({why})")
 
 
 def _why(error: OSError) -> str:

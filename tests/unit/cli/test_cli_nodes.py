@@ -137,6 +137,8 @@ def endless(connection: socket.socket) -> None:
         (answering(told(GOOD, schema=2)), "another version of weightcache (schema 2, here 1)"),
         (answering(told(GOOD, schema="1")), "expected a whole number"),
         (answering(told({**GOOD, "command": "x"})), "unknown field 'command'"),
+        (answering(told({**GOOD, "x" * 10_000: 1})), "unknown field 'xxx"),
+        (lambda connection: connection.sendall(b"x" * 60_000 + b"\r\n\r\n"), "does not answer as an exporter"),
         (answering(told({**GOOD, "rank": 10**400})), "a number is too large"),
         (answering(told({**GOOD, "rank": -1})), "no such number"),
         (answering(told({"rank": 1})), "is missing"),
@@ -154,6 +156,7 @@ def test_whatever_answers_there_is_one_line_in_time(host, other, make_status, ta
     assert line.startswith("node 1 (127.0.0.2): ")
     assert says in line
     assert line.isprintable()
+    assert len(line) < 500
 
 
 def test_texts_of_strangers_are_escaped(host, other, make_status):
