@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 import functools
-import gc
 import importlib
+import itertools
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -133,13 +133,14 @@ class _Builder:
             self.modules.append(module)
         for row, module in zip(self.body.modules, self.modules, strict=True):
             # A module of this tree was found by its first path; the others may still lead elsewhere.
-            for path in filter(None, row.paths if row.external else row.paths[1:]):
-                self._place_module(path, module, known)
-        expected = {id(module) for module in self.modules}
+            if row.external or len(row.paths) > 1:
+                for path in filter(None, row.paths if row.external else row.paths[1:]):
+                    self._place_module(path, module, known)
+        expected = {id(None), *map(id, self.modules)}
         for row, module in zip(self.body.modules, self.modules, strict=True):
-            for name, child in module._modules.items():
-                if child is not None and id(child) not in expected and not row.external:
-                    raise AttachFailed(f"the set knows no module {f'{row.paths[0]}.{name}'.lstrip('.')}")
+            if not (row.external or expected.issuperset(map(id, module._modules.values()))):
+                name = next(name for name, child in module._modules.items() if id(child) not in expected)
+                raise AttachFailed(f"the set knows no module {f'{row.paths[0]}.{name}'.lstrip('.')}")
 
     def _submodule(self, path: str, known: Mapping[str, nn.Module]) -> nn.Module:
         if not path:
@@ -176,6 +177,12 @@ class _Builder:
     def _fill(self, slot: manifest.Slot) -> None:
         module = self.modules[slot.module]
         name = str(slot.steps[0][1])
+        if slot.place == manifest.PARAMETER and len(slot.steps) == 1 and not slot.external:
+            # Nearly all of thousands: a parameter in the place of one.
+            parameters = module._parameters
+            if name in parameters:
+                parameters[name] = self._tensor(slot.tensor, parameters[name])
+                return
         _check_name(name)
         old = _held(module, slot)
         tensor = self._external_tensor(slot.external) if slot.external else self._tensor(slot.tensor, old)
@@ -203,13 +210,13 @@ class _Builder:
         else:
             tensor = data.requires_grad_() if row.requires_grad else data
         if row.attributes:
-            held, own = getattr(old, "__dict__", {}), tensor.__dict__
-            for name in row.attributes:
-                if name not in held:
-                    raise AttachFailed(
-                        f"a tensor of the set carries the attribute {name!r}, which this model does not make"
-                    )
-                own[name] = held[name]
+            held = getattr(old, "__dict__", {})
+            try:
+                tensor.__dict__.update({name: held[name] for name in row.attributes})
+            except KeyError as error:
+                raise AttachFailed(
+                    f"a tensor of the set carries the attribute {error}, which this model does not make"
+                ) from None
         self.tensors[index] = tensor
         return tensor
 
@@ -308,7 +315,8 @@ class _Builder:
             tables += filter(None, (module._parameters, module._buffers))
         attributes = [vars(module) for module in self.modules]
         # Thousands of attributes, hardly a tensor among them: their few types are looked at first, in one go.
-        if any(map(_is_tensor_class, set(map(type, gc.get_referents(*attributes))))):
+        held = itertools.chain.from_iterable(map(dict.values, attributes))
+        if any(map(_is_tensor_class, set(map(type, held)))):
             tables += attributes
         for table in tables:
             for name, value in table.items():

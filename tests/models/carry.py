@@ -7,7 +7,9 @@ those of a GPU, but the names, views, objects and values that loading leaves are
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,8 +57,22 @@ STAND_INS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
 )
 
 
-def carry(config: Any, load: Any) -> tuple[int, list[str]]:
-    """How many tensors the loaded model has, and in what the rebuilt one differs. Raises WeightcacheError."""
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Tensors of the loaded model, layers by method, in what the rebuilt one differs, milliseconds of each step.
+
+    ``manifest`` is the encoded manifest's size in bytes. ``load`` includes SGLang's own loading and post-processing.
+    """
+
+    tensors: int
+    methods: dict[str, int]
+    deviations: list[str]
+    manifest: int
+    milliseconds: dict[str, float]
+
+
+def carry(config: Any, load: Any) -> Carried:
+    """Load, export, pack, rebuild, compare. Raises WeightcacheError."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.model_loader.loader import get_model_loader
 
@@ -73,23 +89,47 @@ def carry(config: Any, load: Any) -> tuple[int, list[str]]:
         setattr(importlib.import_module(module), name, stand_in)
     loader = get_model_loader(load_config=load, model_config=config)
     built: list[Walk] = []
+    clock = Clock()
     with (
         adapter.apart(),
         Elsewhere("cpu"),
         adapter.after_construction(lambda model: built.append(walk(model).without_tensors())),
     ):
         loaded = loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
+    clock.mark("load")
     disk = inventory.take(loaded, "target", 0, adapter.version(), "")
+    clock.mark("")
     exported = export(loaded, built[0], torch.device("cpu"))
-    body = manifest.decode(manifest.encode(exported.manifest))
+    clock.mark("export")
+    encoded = manifest.encode(exported.manifest)
+    clock.mark("encode")
+    body = manifest.decode(encoded)
+    clock.mark("decode")
     memory = open_memory("host", 0)
     arenas = arena_sizes(body.bytes, memory.granularity, 0)
     region = memory.reserve(sum(arenas))
     pack(exported, region, arenas, keep_private=False)
+    clock.mark("pack")
     with adapter.apart(), Elsewhere("meta"):
         fresh = adapter.build_on_meta(config, load)
+    clock.mark("build")
     rebuild(fresh, body, region.bytes_at(0, body.bytes))
+    clock.mark("bind")
     attached = inventory.take(fresh.eval(), "target", 0, adapter.version(), "")
-    return len(disk.tensors), [
-        f"{row.path}: {row.what}: {row.disk:.80} | {row.attached:.80}" for row in compare(disk, attached)
-    ]
+    rows = [f"{row.path}: {row.what}: {row.disk:.80} | {row.attached:.80}" for row in compare(disk, attached)]
+    return Carried(len(disk.tensors), disk.methods, rows, len(encoded), clock.milliseconds)
+
+
+class Clock:
+    """Takes the time between marks; an empty name is not kept."""
+
+    def __init__(self) -> None:
+        self.milliseconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """What ran since the last mark was ``name``."""
+        now = time.perf_counter()
+        if name:
+            self.milliseconds[name] = round((now - self._last) * 1000, 2)
+        self._last = now

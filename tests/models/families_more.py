@@ -1,4 +1,4 @@
-"""The families with layers of their own kind: gpt-oss, and two hybrids of attention and recurrence."""
+"""The families with layers of their own kind: gpt-oss, two hybrids, and very many layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.models.families import (
     HEAD,
     HEADS,
     HIDDEN,
+    VOCAB,
     Family,
     Sizes,
     around,
@@ -150,3 +151,26 @@ def mamba() -> Family:
         }
     renamed = {name.replace("model.norm", "model.final_layernorm"): size for name, size in around(sizes).items()}
     return Family(config, renamed)
+
+
+def deep(layers: int = 375) -> Family:
+    """Qwen3 with as many tensors as the largest models have (3,004 in SGLang, eight a layer), all of them small."""
+    width = HEAD
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        **COMMON,
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
+    square = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    vectors = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+    sizes: Sizes = {"model.embed_tokens.weight": (VOCAB, width)}
+    for index in range(layers):
+        layer = f"model.layers.{index}"
+        sizes |= {f"{layer}.{name}.weight": (width, width) for name in square}
+        sizes |= {f"{layer}.{name}.weight": (width,) for name in vectors}
+    return Family(config, {**sizes, "model.norm.weight": (width,), "lm_head.weight": (VOCAB, width)})

@@ -79,6 +79,7 @@ _W8A8_INT8 = ("--quantization", "w8a8_int8")
 KINDS: dict[str, Kind] = {
     "dense": Kind("bfloat16", families.dense, on_cpu=True),
     "tied": Kind("one tensor under two names", lambda: families.dense(tied=True), on_cpu=True),
+    "deep": Kind("3,004 tensors", families_more.deep, on_cpu=True),
     "moe": Kind("fused experts", families.moe, on_cpu=True),
     "mla": Kind("matrices that loading derives from kv_b_proj", families.mla),
     "fp8-block": Kind("blocks of 128 by 128", families.dense, formats.fp8_block),
