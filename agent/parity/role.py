@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 PROMPTS = ((5, 17, 99, 234, 7), (42, 11, 200, 8), tuple(range(100, 164)))
 TOKENS = 24
 LOAD_SECONDS = 3600.0
+_ADAPTERS = "--lora-paths"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +84,14 @@ def _layout(arguments: Sequence[str]) -> tuple[str, Sequence[RankConfig]]:
     if len(ranks) != 1:
         raise UsageError(f"parity compares one rank so far, and these arguments make {len(ranks)}")
     return backend, ranks
+
+
+def adapters(arguments: Sequence[str]) -> Sequence[str]:
+    """The names of the adapters that ``--lora-paths`` gives: of NAME=PATH, PATH, or JSON."""
+    if _ADAPTERS not in arguments:
+        return ()
+    given = itertools.takewhile(lambda entry: not entry.startswith("-"), arguments[arguments.index(_ADAPTERS) + 1 :])
+    return [json.loads(entry)["lora_name"] if entry.startswith("{") else entry.partition("=")[0] for entry in given]
 
 
 @contextlib.contextmanager
@@ -134,8 +144,9 @@ class _Comparison:
         environment.pop(UNPROVEN_VARIABLE, None)
         with serving(self.arguments, environment, folder / "log", self.seconds) as server:
             self._say(f"{name}: answers after {time.monotonic() - begin:.0f} s")
-            answers = tuple(server.answer(prompt, TOKENS) for prompt in PROMPTS)
-            repeated = tuple(server.answer(prompt, TOKENS) for prompt in PROMPTS)
+            questions = [(prompt, adapter) for adapter in ("", *adapters(self.arguments)) for prompt in PROMPTS]
+            answers = tuple(server.answer(prompt, TOKENS, adapter) for prompt, adapter in questions)
+            repeated = tuple(server.answer(prompt, TOKENS, adapter) for prompt, adapter in questions)
         (folder / "answers.json").write_text(json.dumps(records.to_plain((answers, repeated))) + "\n")
         found = {path.name: inventory.read(path) for path in sorted(folder.glob("rank-*.json"))}
         if not found:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightcache.errors import LoadFailed
@@ -30,6 +30,7 @@ TOP = 5
 """How many of the likeliest tokens are compared at each position."""
 
 _TAIL_LINES = 12
+_DRAFTS = ("spec_num_proposed_drafts", "spec_num_correct_drafts")
 _KEY = "WEIGHTCACHE_PARITY_KEY"
 # SGLang takes its key from the command line, which everybody may read, or from the one file of --config, which may be
 # the operator's. So it comes by the environment, which only this user may read, and joins the arguments in the process.
@@ -42,11 +43,16 @@ _START = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The greedy tokens after one prompt, their log probabilities, and the TOP likeliest tokens at each position."""
+    """The greedy tokens after one prompt, their log probabilities, and the TOP likeliest tokens at each position.
+
+    ``drafts``: how many of a draft model's tokens the target was shown and took, empty without one. Tokens and their
+    probabilities do not depend on the draft: these numbers are all that answers show of it.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     top: tuple[tuple[tuple[float, int], ...], ...]
+    drafts: tuple[int, ...] = field(default=(), compare=False)
 
 
 @contextlib.contextmanager
@@ -111,8 +117,10 @@ class Server:
             return False
         return True
 
-    def answer(self, prompt: Sequence[int], count: int) -> Answer:
+    def answer(self, prompt: Sequence[int], count: int, adapter: str = "") -> Answer:
         """``count`` greedy tokens after ``prompt``, computed from an empty prefix cache. Raises LoadFailed.
+
+        ``adapter`` names one of those that SGLang was started with (LoRA).
 
         A cached prefix makes a shorter prefill, another shape and so other low-order bits: equal bits need equal work.
         """
@@ -122,6 +130,8 @@ class Server:
             "return_logprob": True,
             "top_logprobs_num": TOP,
         }
+        if adapter:
+            body["lora_path"] = adapter
         try:
             self._flush()
             got = json.loads(self._ask("POST", "/generate", body))
@@ -131,6 +141,7 @@ class Server:
                 tokens=tuple(map(int, got["output_ids"])),
                 logprobs=tuple(float(row[0]) for row in meta["output_token_logprobs"]),
                 top=tuple(tuple((float(row[0]), int(row[1])) for row in entry) for entry in rows),
+                drafts=tuple(int(meta[name]) for name in _DRAFTS if name in meta),
             )
         except (OSError, ValueError, KeyError, TypeError, IndexError, http.client.HTTPException) as error:
             raise LoadFailed(f"SGLang gave no tokens ({error}): {self.tail()}") from None

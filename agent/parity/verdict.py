@@ -84,6 +84,9 @@ def judge(disk: Side, attached: Side) -> Verdict:
         reasons.append(f"{len(deviations)} places differ, the first is {deviations[0].path} ({deviations[0].what})")
     if differing:
         reasons.append("the answers differ" + _largest(disk.answers, attached.answers))
+    taken = [[answer.drafts for answer in answers] for answers in (disk.answers, disk.repeated, attached.answers)]
+    if taken[0] == taken[1] != taken[2]:
+        reasons.append("other tokens of the draft model are taken")
     models = list(disk.inventories.values())
     return Verdict(
         sglang_version=models[0].sglang_version,

@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,21 +35,38 @@ SHOWN = 3
 WIDTH = 400
 """Characters of a reason on a line; its end says most, and the file has all."""
 GRACE_SECONDS = 30.0
+_STEPS = {
+    "publish": ("agent.log", re.compile(r"published set \S+: (\{[^}]*\})")),
+    "attach": ("attached/log", re.compile(r"outcome='attached'.*?milliseconds=(\{[^}]*\})")),
+}
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one kind. ``result``: what ``wcache parity --json`` printed, empty when it did not get there."""
+    """What became of one kind. ``result``: what ``wcache parity --json`` printed, empty when it did not get there.
+
+    ``milliseconds``: those of the steps by which the target was published and attached, as the logs have them.
+    """
 
     kind: str
     word: str
     said: str
     seconds: float = 0.0
     result: dict[str, Any] = field(default_factory=dict)
+    milliseconds: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def line(self) -> str:
         """For people."""
-        return f"{self.word:8} {self.kind:16} {self.seconds:4.0f} s  {self.said[-WIDTH:]}"
+        return f"{self.word:8} {self.kind:16} {self.seconds:4.0f} s  {self.said[-WIDTH:]}{self.attached()}"
+
+    def attached(self) -> str:
+        """How long the attach took, split by step, in words; empty when it is not known."""
+        steps = self.milliseconds.get("attach")
+        if not steps:
+            return ""
+        short = sum(steps.get(name, 0.0) for name in ("receive", "map", "private", "bind"))
+        rows = ", ".join(f"{name} {value:.1f}" for name, value in steps.items())
+        return f"; receive + map + private copies + bind {short:.1f} ms of {rows}"
 
 
 def arguments() -> argparse.Namespace:
@@ -73,6 +91,7 @@ def compare(kind: str, work: Path, seconds: float) -> Outcome:
     except Exception as error:
         outcome = Outcome(kind, "failed", f"{type(error).__name__}: {error}")
     outcome.seconds = time.monotonic() - begin
+    outcome.milliseconds = steps(work / kind)
     print(outcome.line(), flush=True)
     return outcome
 
@@ -111,6 +130,16 @@ def _compare(kind: str, work: Path, seconds: float) -> Outcome:
     same = "" if result["deterministic"] else ", answers not compared"
     size = f"{result['tensors']} tensors, {result['bytes'] / 1e6:.0f} MB, {result['tokens']} tokens{same}"
     return Outcome(kind, "equal", size, result=result)
+
+
+def steps(kept: Path) -> dict[str, dict[str, float]]:
+    """The milliseconds of each step in the logs of a comparison, as far as it got."""
+    found = {}
+    for name, (log, pattern) in _STEPS.items():
+        with contextlib.suppress(OSError):
+            if match := pattern.search((kept / log).read_text(errors="replace")):
+                found[name] = dict(json.loads(match[1].replace("'", '"')))
+    return found
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:

@@ -1,7 +1,7 @@
 """A server that answers as much of SGLang's HTTP as a comparison asks for; copied as sglang/launch_server.py.
 
 $FAKE says how it behaves: well, silent, ends, busy (refuses to flush twice), broken (no log probabilities), slow (never
-answers a prompt).
+answers a prompt), drafts (has a draft model).
 """
 
 import http.server
@@ -50,11 +50,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             print("asked", flush=True)
             time.sleep(600)
         count = body["sampling_params"]["max_new_tokens"]
-        ids = [sum(body["input_ids"]) % 97 + step for step in range(count)]
+        shift = sum(body["input_ids"]) + len(body.get("lora_path", ""))
+        ids = [shift % 97 + step for step in range(count)]
         meta = {
             "output_token_logprobs": [[-0.5 * token, token, None] for token in ids],
             "output_top_logprobs": [[[-0.5 * token, token, None], [-9.0, 1, None]] for token in ids],
         }
+        if FAKE == "drafts":
+            meta |= {"spec_num_proposed_drafts": 2 * count, "spec_num_correct_drafts": 1}
         return self.answer(200, {"output_ids": ids, "meta_info": {} if FAKE == "broken" else meta})
 
 

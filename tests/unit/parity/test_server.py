@@ -43,6 +43,13 @@ def test_tokens_and_their_probabilities(tmp_path: Path, environment: dict[str, s
     assert not server.answers()
 
 
+def test_an_adapter_answers_and_a_draft_is_counted(tmp_path: Path, environment: dict[str, str]) -> None:
+    with serving([], {**environment, "FAKE": "drafts"}, tmp_path / "log", 20.0) as server:
+        plain, adapted = server.answer([1, 2], 2), server.answer([1, 2], 2, "four")
+    assert (plain.tokens, adapted.tokens) == ((3, 4), (7, 8))
+    assert plain.drafts == (4, 1)
+
+
 @pytest.mark.parametrize(
     ("manner", "sentence"),
     [

@@ -61,3 +61,17 @@ def test_a_disk_load_that_answers_differently_each_time_proves_nothing_by_its_an
     verdict = judge(dataclasses.replace(SIDE, repeated=other), dataclasses.replace(SIDE, answers=other))
     assert (verdict.broken, verdict.deterministic) == ("", False)
     assert "answers were not compared" in verdict.text()
+
+
+def test_a_draft_whose_tokens_are_taken_otherwise() -> None:
+    def taking(*drafts: int) -> tuple[Answer, ...]:
+        return (dataclasses.replace(ANSWERS[0], drafts=drafts),)
+
+    disk = Side({INVENTORY.name: INVENTORY}, taking(6, 3), taking(6, 3))
+    assert judge(disk, disk).broken == ""
+    assert judge(disk, dataclasses.replace(disk, answers=taking(6, 2))).broken == (
+        "other tokens of the draft model are taken"
+    )
+    changing = dataclasses.replace(disk, repeated=taking(6, 2))
+    verdict = judge(changing, dataclasses.replace(disk, answers=taking(6, 1)))
+    assert (verdict.broken, verdict.deterministic) == ("", True)
