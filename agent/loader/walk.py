@@ -264,7 +264,6 @@ class _Visitor:
             self._search(item, place, (*steps, step), reason)
 
 
-@functools.cache
 def class_name(cls: type) -> str:
     """The qualified name of a class, as the manifest writes it."""
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -320,10 +319,15 @@ def _held_by_code(value: Any) -> Iterator[tuple[str, object]]:
         yield "__kwdefaults__", value.__kwdefaults__
 
 
-@functools.cache
 def _is_foreign(cls: type) -> bool:
-    name = cls.__module__
-    return any(name == prefix or name.startswith(f"{prefix}." if prefix[-1] != "_" else prefix) for prefix in _FOREIGN)
+    return _is_others(cls.__module__)
+
+
+@functools.cache
+def _is_others(module: str) -> bool:
+    return any(
+        module == prefix or module.startswith(f"{prefix}." if prefix[-1] != "_" else prefix) for prefix in _FOREIGN
+    )
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:

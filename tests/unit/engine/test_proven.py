@@ -171,3 +171,16 @@ def test_signatures_say_nothing_of_sizes_and_routing() -> None:
     assert not [name for name in ("top_k", "routing_method", "logical_widths", "packed_modules") if name in text]
     assert ", )" not in text
     assert "(, " not in text
+
+
+def test_a_refusal_on_another_gpu_says_where_it_is_proven() -> None:
+    """Block FP8 on Blackwell would pack its scales in another way; the sentence is the gate's."""
+    known = evidence.packaged()
+    assert {tuple(evidence.elsewhere(known, signature, "0.5.17")) for signature in SIGNATURES} <= {
+        ("*", "9.0"),
+        ("9.0",),
+    }
+    block = next(signature for signature in SIGNATURES if "Fp8LinearMethod(block_quant=True" in signature)
+    assert proof_of(block, capability="10.0") is None
+    assert evidence.elsewhere(known, block, "0.5.17") == ["9.0"]
+    assert evidence.elsewhere(known, block, "0.5.23") == []
