@@ -13,5 +13,7 @@ mkdir -p "$layer/root/work"
 mount --bind "$folder" "$layer/root/work"
 mount -t proc proc "$layer/root/proc"
 mount --bind /dev/null "$layer/root/dev/null"
+mount -t devpts -o newinstance,ptmxmode=0666 devpts "$layer/root/dev/pts"
+ln -sf pts/ptmx "$layer/root/dev/ptmx"
 exec env -i HOME=/root LANG=C.UTF-8 PATH=/usr/sbin:/usr/bin:/sbin:/bin TMPDIR=/tmp \
     chroot "$layer/root" "$@"

@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from tests.package.builds import VERSION, Builds
 from tests.support.environments import REPOSITORY, environments
 
+pytestmark = pytest.mark.timeout(900)
+
 HERE = Path(__file__).parent
 OWN_PLACES = re.compile(r"^/usr/share/(doc|licenses)/")
 """Where each family keeps notices and documentation in its own way."""
@@ -101,6 +103,16 @@ def test_one_version_everywhere(builds: Builds) -> None:
     assert builds.rpm().name == f"weightcache-{VERSION}-1.noarch.rpm"
     assert [name for name in deb_files(builds) if name.endswith(".whl")] == [
         f"/usr/share/weightcache/weightcache-{VERSION}-py3-none-any.whl"
+    ]
+
+
+def test_make_runs_these_builds() -> None:
+    shown = subprocess.run(["make", "-n", "packages"], cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    source = f"build/packages/weightcache-{VERSION}.tar.gz build/packages"
+    assert shown.splitlines() == [
+        "packaging/source.sh build/packages",
+        f"packaging/deb/build.sh {source}",
+        f"packaging/rpm/build.sh {source}",
     ]
 
 

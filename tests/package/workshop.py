@@ -13,7 +13,7 @@ from tests.support import environments
 ROOT = environments.folder() / "root-packages"
 WORK = "/work"
 """Where the workshop's folder is inside."""
-SECONDS = 120.0
+SECONDS = 600.0
 
 
 def missing(*names: str) -> str:
