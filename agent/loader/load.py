@@ -139,12 +139,10 @@ def _check_model(arguments: Sequence[str]) -> None:
 
 def _launch(directive: Directive, arguments: Sequence[str], meeting: Meeting) -> None:
     """Run SGLang until all ranks have published. Raises the reason of whichever rank or node failed first."""
-    variables = directive.environment()
-    if name := rendezvous.interface(meeting.address):
-        variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", name)
+    variables = {**os.environ, **rendezvous.variables(meeting.address), **directive.environment()}
     command = [sys.executable, *LAUNCH, *arguments]
     alone = len(directive.sockets) == 1 and not meeting.address
-    with Family(command, {**os.environ, **variables}, alone=alone) as family:
+    with Family(command, variables, alone=alone) as family:
         if elsewhere := meeting.until(family.pidfd):
             family.told(elsewhere)
             raise LoadFailed(elsewhere)

@@ -1,4 +1,4 @@
-"""Where SGLang's ranks find each other: ports that no engine on this host would choose, and the interface to use.
+"""Where SGLang's ranks find each other: ports that no engine on this host would choose, and the network to use.
 
 SGLang 0.5.17 takes a free port of the kernel's ephemeral range, 0.5.23 one of 22000 to 29999, and both bind it only
 after ten seconds of imports, when an engine that starts meanwhile may have it. What is chosen here lies below both
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import random
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weightcache.errors import LoadFailed
 
@@ -47,11 +48,22 @@ def _free(port: int) -> bool:
     return True
 
 
-def interface(address: str) -> str:
-    """The name of the network interface with an IPv4 address, or an empty text.
+def variables(address: str, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What tells SGLang and gloo the ``address`` by which other nodes reach this host, unless the operator did.
 
-    gloo would take the interface of the host's own name, which on many hosts is the loopback one.
+    gloo would take the interface of the host's own name, which on many hosts is the loopback one, and SGLang that of
+    the way to the Internet, which a cluster need not have.
     """
+    found = {}
+    if address and not (environment.get("SGLANG_HOST_IP") or environment.get("HOST_IP")):
+        found["SGLANG_HOST_IP"] = address
+    if "GLOO_SOCKET_IFNAME" not in environment and (name := _interface(address)):
+        found["GLOO_SOCKET_IFNAME"] = name
+    return found
+
+
+def _interface(address: str) -> str:
+    """The name of the network interface with an IPv4 address, or an empty text."""
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))

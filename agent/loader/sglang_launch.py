@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import signal
 import sys
 import traceback
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         alone=len(local) == 1 and int(adapter.resolved(server_args, "dp_size") or 1) == 1,
     )
     engine.mp = data_parallel_controller.mp = processes
+    # To the controller each rank's end is an exception, even a good one.
+    data_parallel_controller.logger.addFilter(lambda record: "EOFError" not in record.getMessage())
 
     class Launch(engine.Engine):  # type: ignore[misc]
         @classmethod
@@ -108,4 +111,8 @@ if __name__ == "__mp_main__":  # imported again in each rank's process, before a
     ranks.end_with_parent()
 
 if __name__ == "__main__":
-    sys.exit(run())
+    status = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Nothing else is left to do, and an orderly end would wait for SGLang's threads and sockets.
+    os._exit(status)
