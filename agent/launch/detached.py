@@ -39,6 +39,8 @@ _STOP_SECONDS = 5.0
 # configuration that methods without evidence are allowed, while no other agent may inherit that.
 _NOT_THE_AGENTS = ("NOTIFY_SOCKET", UNPROVEN_VARIABLE)
 _KEEPER = Path(weightcache.__file__).with_name("keeper.py")
+# Not -m: where packages installed it, only the programs know where weightcache is.
+_AGENT = "import sys; sys.path[:] = {path!r}; from weightcache.server.__main__ import main; sys.exit(main())"
 # An intermediate process that ends at once makes init the parent: nobody here has to reap it.
 _INTERMEDIATE = (
     "import subprocess, sys; "
@@ -93,7 +95,8 @@ def log_file(where: RankPaths) -> Path:
 
 def start(where: RankPaths, config: Path, keep: bool) -> Detached:
     """Start the agent of one rank, under a keeper if ``keep``. Raises AgentUnavailable."""
-    command = [sys.executable, "-m", "weightcache.server", "--rank", str(where.rank), "--config", str(config)]
+    agent = _AGENT.format(path=sys.path)
+    command = [sys.executable, "-c", agent, "--rank", str(where.rank), "--config", str(config)]
     # No --load: the launcher asks for the load itself, and so hears the answer of exactly that load.
     command += ["--runtime-dir", str(where.directory)]
     if keep:

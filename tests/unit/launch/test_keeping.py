@@ -105,7 +105,7 @@ def test_an_agent_that_cannot_start_ends_the_wait(daemon, agent):
 
 
 def test_an_agent_that_never_answers_ends_the_wait(daemon, monkeypatch, tmp_path):
-    sabotage(daemon, "import sys, time\nif 'weightcache.server' in sys.orig_argv:\n    time.sleep(60)\n")
+    sabotage(daemon, "import sys, time\nif 'weightcache.server' in ' '.join(sys.orig_argv):\n    time.sleep(60)\n")
     monkeypatch.setattr(os, "environ", daemon.environment)
     where = RankPaths(daemon.runtime_dir, 0)
     started = detached.start(where, tmp_path / "unread.toml", keep=True)
