@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -24,9 +24,12 @@ from typing import Any, Self
 import psutil
 import sdnotify
 
-from tests.support.engine import CPU_ARGUMENTS, Engine
+from tests.support.engine import CPU_ARGUMENTS, Engine, end_with_parent
 from tests.support.environments import SHIM
-from weightcache import keeper as keeping
+from weightcache import keeper as keeping, protocol, records
+from weightcache.client import Conversation
+from weightcache.paths import RankPaths
+from weightcache.status import RankStatus
 
 PROMPTS = ([5, 17, 99, 1234, 7], [42, 11, 300, 8], [100, 200, 300, 400, 500, 600])
 TOKENS = 24
@@ -72,24 +75,24 @@ class Figures:
             Path(path).write_text(json.dumps(self.rows, indent=1))
 
 
-def device_used() -> int:
-    """Bytes in use on GPU 0 (all processes), or 0 without one."""
+def device_used(gpu: int = 0) -> int:
+    """Bytes in use on a GPU (all processes), or 0 without one."""
     if profile().backend == "host":
         return 0
     import pynvml
 
     pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(gpu)).used)
 
 
-def process_used() -> dict[int, int]:
-    """GPU 0's memory by process, in bytes."""
+def process_used(gpu: int = 0) -> dict[int, int]:
+    """A GPU's memory by process, in bytes."""
     if profile().backend == "host":
         return {}
     import pynvml
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(gpu)
     return {p.pid: int(p.usedGpuMemory or 0) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
 
 
@@ -110,12 +113,12 @@ def with_device_files() -> list[str]:
     return sorted(names)
 
 
-def gpu_uuid() -> str:
-    """The UUID of GPU 0, as nvidia-smi prints it."""
+def gpu_uuid(gpu: int = 0) -> str:
+    """The UUID of a GPU, as nvidia-smi prints it."""
     out = subprocess.run(
         ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True, check=True
     ).stdout
-    return out.split()[0]
+    return out.split()[gpu]
 
 
 class PeakWatch:
@@ -140,12 +143,29 @@ class PeakWatch:
 
 
 class Agent:
-    """The real agent of rank 0."""
+    """The real agent of one rank. Those of several ranks share a directory, whose configuration is written already."""
 
-    def __init__(self, directory: Path, *, model: bool, policy: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        model: bool = False,
+        policy: str = "",
+        rank: int = 0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory = directory
         self.config = directory / "weightcache.toml"
-        rig = profile()
+        self.rank = rank
+        self.paths = RankPaths(directory, rank)
+        self.log = directory / f"agent-{rank}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._environment = variables() if environment is None else environment
+        if environment is None:
+            self._configure(model, policy)
+
+    def _configure(self, model: bool, policy: str) -> None:
+        rig, directory = profile(), self.directory
         arguments = ["--model-path", str(rig.model), *rig.base] if model else []
         gpu = f'gpu = "{gpu_uuid()}"\n' if rig.backend == "cuda" else ""
         command = json.dumps([sys.executable, "-m", "weightcache.loader"])
@@ -153,8 +173,6 @@ class Agent:
         text += f"[model]\narguments = {json.dumps(arguments)}\n" if model else ""
         text += f'[memory]\nbackend = "{rig.backend}"\n{policy}[[rank]]\nrank = 0\n{gpu}'
         self.config.write_text(text)
-        self.log = directory / "agent.log"
-        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Agent:
         """Under the keeper, which starts the agent again after its death."""
@@ -165,13 +183,14 @@ class Agent:
         paths = [str(package_parent()), str(vendored)]
         code = f"import sys; sys.path[:0] = {paths!r}; from weightcache.server.__main__ import main; sys.exit(main())"
         python = [os.environ.get("WEIGHTCACHE_AGENT_PYTHON", sys.executable), "-I", "-S"]
-        keeper = [*python, keeping.__file__, "--listen", str(self.directory / "0.sock"), "--"]
+        keeper = [*python, keeping.__file__, "--listen", str(self.paths.public), "--"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*keeper, *python, "-c", code, "--rank", "0", "--config", str(self.config)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables(),
+                [*keeper, *python, "-c", code, "--rank", str(self.rank), "--config", str(self.config)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment,
+                preexec_fn=end_with_parent,
             )  # fmt: skip
-        wait_for(lambda: (self.directory / "0.status.sock").exists(), 20, "the agent's status socket")
+        wait_for(lambda: self.paths.status.exists(), 20, "the agent's status socket")
         return self
 
     @property
@@ -187,22 +206,29 @@ class Agent:
 
     def status(self) -> dict[str, Any]:
         out = wcache(self, "status", "--json", check=False).stdout
-        return dict(json.loads(out)["ranks"][0])
+        return next(dict(entry) for entry in json.loads(out)["ranks"] if entry["rank"] == self.rank)
+
+    def report(self) -> RankStatus:
+        """What it says itself, without a detour."""
+        with Conversation(self.paths.status) as conversation:
+            return conversation.request(protocol.Status(), protocol.RankReport).status
 
     def rescue(self) -> dict[str, Any]:
         """SIGKILL the agent from a process with a warm device, which attaches at once and checks the digests."""
-        held = self.status()["sets"][0]
+        now = self.report()
         argv = [sys.executable, "-m", "tests.bench.synthetic", "rescue", "--backend", profile().backend]
-        argv += ["--socket", str(self.directory / "0.sock"), "--kill", str(self.pid)]
-        argv += ["--fingerprint", json.dumps(held["fingerprint"])]
-        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120, env=variables())
+        argv += ["--socket", str(self.paths.public), "--kill", str(self.pid)]
+        argv += ["--fingerprint", json.dumps(records.to_plain(now.sets[0].fingerprint))]
+        env = variables() | ({"CUDA_VISIBLE_DEVICES": now.gpu_uuid} if now.gpu_uuid else {})
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120, env=env)
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
     def stop(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGTERM)
-        self.process.wait(timeout=30)
+        """End keeper and agent; nothing where it was never started."""
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(timeout=40)  # the keeper gives its agent 30 s
 
     def leases(self) -> list[int]:
         return [lease["pid"] for entry in self.status()["sets"] for lease in entry["leases"]]

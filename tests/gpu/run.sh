@@ -6,6 +6,7 @@
 #   tests/gpu/run.sh memory [PYTEST...]  shared memory alone
 #   tests/gpu/run.sh story [PYTEST...]   load, attach, survive, donate, with SGLang
 #   tests/gpu/run.sh parity [OPTIONS] [KIND...]  disk load and attach compared for small models of every kind
+#   tests/gpu/run.sh ranks [OPTIONS] [LAYOUT...] several GPUs: disk load, load, attach and kill for parallel layouts
 #   tests/gpu/run.sh own                 SGLang's own weight cache on the same model, for comparison
 #   tests/gpu/run.sh systemd ROOT [PYTEST...]   a real systemd holds the memory; needs no SGLang (root.sh made ROOT)
 #
@@ -49,7 +50,8 @@ case ${1:-} in
     memory) gpu_pytest tests/gpu/test_memory.py "${@:2}" ;;
     story) gpu_pytest tests/gpu/test_engine.py -k "not warm" "${@:2}" ;;
     parity) python3 -m tests.gpu.parity "${@:2}" ;;
+    ranks) python3 -m tests.gpu.ranks "${@:2}" ;;
     systemd) systemd "${@:2}" ;;
     own) python3 -m tests.bench.own_cache "$LOGS" ;;
-    *) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
