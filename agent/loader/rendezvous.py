@@ -64,7 +64,10 @@ def variables(address: str, environment: Mapping[str, str] = os.environ) -> dict
 
 def _interface(address: str) -> str:
     """The name of the network interface with an IPv4 address, or an empty text."""
-    for _, name in socket.if_nameindex():
+    names: list[tuple[int, str]] = []
+    with contextlib.suppress(OSError):
+        names = socket.if_nameindex()
+    for _, name in names:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             if socket.inet_ntoa(answer[20:24]) == address:

@@ -100,7 +100,7 @@ def targets() -> Iterator[str]:
 def signatures() -> Iterator[str]:
     """Parameters that weightcache passes."""
     from sglang.srt.entrypoints import engine
-    from sglang.srt.managers import scheduler
+    from sglang.srt.managers import data_parallel_controller, scheduler
     from sglang.srt.model_loader import loader
     from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -111,8 +111,15 @@ def signatures() -> Iterator[str]:
     }  # fmt: skip
     if missing := wanted - set(parameters(engine.Engine._launch_subprocesses)):
         yield f"Engine._launch_subprocesses lacks {sorted(missing)}"
-    if not callable(getattr(engine.mp, "Process", None)):
-        yield "engine.mp has no Process"
+    for module in (engine, data_parallel_controller):
+        if not callable(getattr(module.mp, "Process", None)):
+            yield f"{module.__name__}.mp has no Process"
+    if "run_scheduler_process_func" not in parameters(engine.Engine._launch_scheduler_processes):
+        yield "Engine._launch_scheduler_processes takes no run_scheduler_process_func"
+    if "pipe_writer" not in parameters(engine.run_data_parallel_controller_process):
+        yield "run_data_parallel_controller_process takes no pipe_writer"
+    if parameters(scheduler.get_exception_traceback):
+        yield "the scheduler's get_exception_traceback takes something"
     if "server_args" not in parameters(scheduler.run_scheduler_process):
         yield "run_scheduler_process takes no server_args"
     if len(parameters(prepare_server_args)) != 1:
