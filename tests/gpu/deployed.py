@@ -26,7 +26,12 @@ SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "16")
 """Several engines at once: none may take the memory that another one has just measured as free."""
 PLAIN = ("--disable-custom-all-reduce", "--enforce-disable-flashinfer-allreduce-fusion")
 """Sums of all ranks by NCCL alone: the other ways compile kernels, and may use NVLink multicast."""
-QUIET = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+QUIET = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0",
+}
 """No NVLink multicast: on a host whose GPUs others share, it can disturb those."""
 
 _DECISION = re.compile(

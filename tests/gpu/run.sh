@@ -8,8 +8,10 @@
 #   tests/gpu/run.sh parity [OPTIONS] [KIND...]  disk load and attach compared for small models of every kind
 #   tests/gpu/run.sh ranks [OPTIONS] [LAYOUT...] several GPUs: disk load, load, attach and kill for parallel layouts
 #   tests/gpu/run.sh own                 SGLang's own weight cache on the same model, for comparison
+#   tests/gpu/run.sh own-ranks           the same over all GPUs
 #   tests/gpu/run.sh systemd ROOT [PYTEST...]   a real systemd holds the memory; needs no SGLang (root.sh made ROOT)
 #
+# WEIGHTCACHE_SIZE=32b (65.5 GB) or 72b (145 GB) makes setup's model larger, for four GPUs and more.
 # Logs and figures go to $LOGS (default /tmp/weightcache-gpu). Steps can run one after the other in several calls.
 set -euo pipefail
 
@@ -27,7 +29,7 @@ gpu_pytest() {
 
 setup() {
     python3 -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall('/tmp', filter='fully_trusted')" "$1" &
-    [[ -f $WEIGHTCACHE_MODEL/config.json ]] || PYTHONPATH=$here python3 -m tests.models.make_large "$WEIGHTCACHE_MODEL" &
+    [[ -f $WEIGHTCACHE_MODEL/config.json ]] || PYTHONPATH=$here python3 -m tests.models.make_large --like "${WEIGHTCACHE_SIZE:-8b}" "$WEIGHTCACHE_MODEL" &
     wait
     python3 tests/env/link.py "$here" /tmp/weightcache-link
     python3 -m weightcache.loader doctor --backend cuda || true
@@ -53,5 +55,6 @@ case ${1:-} in
     ranks) python3 -m tests.gpu.ranks "${@:2}" ;;
     systemd) systemd "${@:2}" ;;
     own) python3 -m tests.bench.own_cache "$LOGS" ;;
-    *) sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    own-ranks) python3 -m tests.gpu.own_ranks "$LOGS" ;;
+    *) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

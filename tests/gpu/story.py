@@ -21,7 +21,7 @@ from tests.gpu.notes import Notes
 from tests.support import pagecache
 from weightcache.checkpoint import weight_files
 
-STEPS = ("disk", "load", "attach", "second", "turn", "kill", "restart")
+STEPS = ("warm", "disk", "load", "attach", "second", "turn", "kill", "restart")
 DEFAULT = ("disk", "load", "attach", "kill", "restart")
 ASKED = ("connect", "receive", "map", "private", "build", "bind")
 """The steps of an attach from the question on."""
@@ -46,6 +46,10 @@ class Story:
         """Go through all steps that were asked for."""
         notes = self.notes
         parts = [self._part(number, kind) for number, kind in enumerate(self.layout.models)]
+        if "warm" in self.steps:
+            for part in parts:
+                self._warm(part)
+            notes.finish("warm")
         if "disk" in self.steps:
             for part in parts:
                 self._disk(part)
@@ -77,6 +81,12 @@ class Story:
         name = f"{kind}: " if len(self.layout.models) > 1 else ""
         self.notes.note(f"{name}checkpoint, bytes", sum(path.stat().st_size for path in weight_files(model)))
         return Deployed(name, self.folder / f"m{number}", self.layout, model)
+
+    def _warm(self, part: Deployed) -> None:
+        """Fill the compilers' caches, so that later starts compare."""
+        with part.serving("warm", "--weight-cache-mode", "off", seconds=self.notes.left(400)) as engine:
+            rig.answers(engine.first)
+            self.notes.note(f"{part.name}warm: start to first token, s", engine.started.first_token)
 
     def _disk(self, part: Deployed) -> None:
         """What everything else is compared with. Asked twice: what differs here may differ anywhere."""

@@ -18,9 +18,8 @@ from tests.gpu.layouts import LAYOUTS, chosen
 NAMES = os.environ.get("WEIGHTCACHE_LAYOUTS", "").split()
 SECONDS = 900.0
 
-pytestmark = pytest.mark.skipif(not os.environ.get("WEIGHTCACHE_MODEL"), reason="needs WEIGHTCACHE_MODEL, a checkpoint")
 
-
+@pytest.mark.skipif(not os.environ.get("WEIGHTCACHE_MODEL"), reason="needs WEIGHTCACHE_MODEL, a checkpoint")
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_attach(layout: str) -> None:

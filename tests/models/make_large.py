@@ -1,6 +1,7 @@
 """Write a large random checkpoint on a GPU machine: make_large [OPTIONS] OUT.
 
-The defaults are Qwen3-8B's shape: 16.4 GB of bf16 in about 20 s. The numbers are drawn on the GPU, one file a layer.
+The sizes are those of Qwen3-8B by default: 16.4 GB of bf16 in about 20 s. ``--like 32b`` is for four GPUs and more,
+``--like 72b`` for eight with a disk for it. The numbers are drawn on the GPU, one file a layer.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,20 +17,38 @@ from safetensors.torch import save_file
 
 from tests.models.checkpoint import Shape, write_config, write_tokenizer
 
+OPTIONS = {
+    "--hidden": "hidden_size",
+    "--layers": "num_hidden_layers",
+    "--intermediate": "intermediate_size",
+    "--heads": "num_attention_heads",
+    "--kv-heads": "num_key_value_heads",
+    "--head-dim": "head_dim",
+    "--vocab": "vocab_size",
+}
+LIKE = {
+    "8b": Shape(4096, 12288, 36, 32, 8, 128, 151936, tie_word_embeddings=False),
+    "32b": Shape(5120, 25600, 64, 64, 8, 128, 151936, tie_word_embeddings=False),
+    "72b": Shape(8192, 29568, 80, 64, 8, 128, 152064, tie_word_embeddings=False),
+}
+"""16.4, 65.5 and 145 GB. The heads and all widths can be cut into eight."""
+
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--intermediate", type=int, default=12288)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--vocab", type=int, default=151936)
+    parser.add_argument("--like", choices=LIKE, default="8b")
+    for option, name in OPTIONS.items():
+        parser.add_argument(option, type=int, dest=name, help="instead of what --like says")
     parser.add_argument("--device", default="cuda")
     return parser.parse_args()
+
+
+def shape_of(options: argparse.Namespace) -> Shape:
+    """The chosen sizes."""
+    said = {name: value for name in OPTIONS.values() if (value := getattr(options, name)) is not None}
+    return replace(LIKE[options.like], **said)
 
 
 def files(shape: Shape) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -43,16 +63,7 @@ def files(shape: Shape) -> dict[str, dict[str, tuple[int, ...]]]:
 def main() -> None:
     """Write the checkpoint, and say how large it is and how long it took."""
     options = arguments()
-    shape = Shape(
-        hidden_size=options.hidden,
-        intermediate_size=options.intermediate,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        num_key_value_heads=options.kv_heads,
-        head_dim=options.head_dim,
-        vocab_size=options.vocab,
-        tie_word_embeddings=False,
-    )
+    shape = shape_of(options)
     start = time.monotonic()
     generator = torch.Generator(options.device).manual_seed(0)
     options.out.mkdir(parents=True, exist_ok=True)
