@@ -8,8 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 from weightcache.config_decode import DecodeError, shown
-from weightcache.deployment import LayoutError
-from weightcache.spellings import FLAGS, SPELLINGS, find
+from weightcache.config_layout import MAX_RANK as MAX_RANK, check_deployment, check_tables, layout_key
 
 if TYPE_CHECKING:
     from weightcache.config import Config, RankConfig
@@ -18,27 +17,10 @@ GRANULARITY = 2 * 2**20
 """Arenas are whole multiples of this: the allocation granularity of CUDA's virtual memory management."""
 
 MAX_ARENA = 2**44
-MAX_RANK = 65535
 MAX_DIRECTORY = 107 - len(f"/{MAX_RANK}.publish.sock")
 """The path of a Unix socket has at most 107 bytes (unix(7))."""
 
 MAX_PORT = 65535
-
-DEPLOYMENT = {
-    "tp_size": "tp_size",
-    "pp_size": "pp_size",
-    "dp_size": "dp_size",
-    "ep_size": "ep_size",
-    "attn_dp_size": "dp_size and attention_dp",
-    "enable_dp_attention": "attention_dp",
-    "nnodes": "nodes",
-    "node_rank": "nodes",
-    "dist_init_addr": "port",
-    "nccl_port": "port",
-    "base_gpu_id": "base_gpu_id",
-    "gpu_id_step": "gpu_id_step",
-}
-"""Options of SGLang by which key of [deployment] says the same."""
 
 _ADDRESS = re.compile(r"(?:\[([0-9a-f:.]+(?:%[\w.-]+)?)\]|([\w.-]+)):(\d{1,5})", re.ASCII | re.IGNORECASE)
 
@@ -53,13 +35,13 @@ def check(config: Config, deployed: bool, explicit_ranks: bool) -> Config:
     ``deployed``, ``explicit_ranks``: the file has a table [deployment], and [[rank]] tables.
     """
     _check_values(config)
-    _check_deployment(config)
+    check_deployment(config)
     _check_model(config, deployed or explicit_ranks)
     if not explicit_ranks:
         return config
     ranks = _checked_ranks(config)
     if deployed:
-        _check_layout(config)
+        check_tables(config)
     return dataclasses.replace(config, ranks=ranks)
 
 
@@ -99,28 +81,6 @@ def _check_values(config: Config) -> None:
         raise DecodeError("memory.arena_bytes", f"{size} bytes are more than any device has")
 
 
-def _check_deployment(config: Config) -> None:
-    try:
-        config.deployment.check()
-    except LayoutError as error:
-        raise DecodeError(f"deployment.{error.key}", error.text) from None
-    if len(config.deployment.ranks) > MAX_RANK + 1:
-        raise DecodeError("deployment", f"{len(config.deployment.ranks)} ranks are more than {MAX_RANK + 1}")
-
-
-def _check_layout(config: Config) -> None:
-    """Whether [[rank]] tables fit [deployment]: what is loaded together is on one host, or on none."""
-    deployment, listed = config.deployment, {entry.rank for entry in config.ranks}
-    for i, entry in enumerate(config.ranks):
-        if entry.rank not in deployment.ranks:
-            last = deployment.ranks[-1]
-            raise DecodeError(f"rank[{i}].rank", f"the deployment has ranks 0 to {last}, not {entry.rank}")
-        for other in deployment.launch_of(entry.rank):
-            if other not in listed:
-                text = f"rank {entry.rank} is loaded together with rank {other}, which has no [[rank]] table"
-                raise DecodeError(f"rank[{i}].rank", text)
-
-
 def _check_model(config: Config, located: bool) -> None:
     if config.model is None:
         return
@@ -147,11 +107,6 @@ def _check_model(config: Config, located: bool) -> None:
             raise DecodeError(f"model.arguments[{i}]", text)
     if config.memory.backend == "cuda" and not located:
         raise DecodeError("rank", f"backend cuda needs a [[rank]] with its gpu ({_UUID_HINT}), or a [deployment]")
-
-
-def layout_key(name: str) -> str:
-    """The key of [deployment] that says the same as SGLang's option ``name``, or an empty text."""
-    return DEPLOYMENT.get(find(FLAGS, name) or find(SPELLINGS, name) or "", "") if name.startswith("--") else ""
 
 
 def model_path(arguments: tuple[str, ...]) -> str | None:

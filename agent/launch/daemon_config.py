@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache.config import DEFAULT_DEPLOYMENT
-from weightcache.config_checks import layout_key
+from weightcache.config_layout import layout_key
 from weightcache.errors import PermissionRefused, UsageError
 from weightcache.launch.server_only import without
 from weightcache.spellings import FLAGS, SPELLINGS, find
