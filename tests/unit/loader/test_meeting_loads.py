@@ -104,13 +104,17 @@ def test_the_first_node_is_killed(pair: Any) -> None:
     told(second, "load-failed", "the loader of node 0 (127.0.0.1) vanished (the connection was closed)")
 
 
-def test_a_model_that_one_node_does_not_have(pair: Any, tmp_path: Path) -> None:
-    """Found in no time, and told: the other node would wait for SGLang's rendezvous."""
-    first, second = pair("slow", "slow", arguments=("--model-path", str(tmp_path / "none")))
-    assert {first.wait(), second.wait()} == {66}
-    for node in (first, second):
-        ((_, sentence),) = {reason for reasons in node.told().values() for reason in reasons}
-        assert "none" in sentence
+def test_a_model_that_is_not_there(pair: Any, tmp_path: Path) -> None:
+    """Found in no time, and told: the other would wait for SGLang's rendezvous. Whoever is first tells the other."""
+    missing = tmp_path / "none"
+    nodes = pair("slow", "slow", arguments=("--model-path", str(missing)))
+    statuses = [node.wait() for node in nodes]
+    assert 66 in statuses
+    for status, node in zip(statuses, nodes, strict=True):
+        ((code, sentence),) = {reason for reasons in node.told().values() for reason in reasons}
+        assert (status, code) in ((66, "checkpoint"), (1, "load-failed"))
+        assert str(missing) in sentence
+        assert "child" not in node.text()
 
 
 def test_nobody_came(stack: ExitStack, runtime_dir: Path) -> None:
