@@ -31,8 +31,8 @@ SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 SUPPORTED_LOADERS = ("DefaultModelLoader", "ModelOptModelLoader")
 """Loaders that construct a model exactly as build_on_meta does.
 
-ModelOptModelLoader is the default one for checkpoints that ModelOpt has quantized. What it quantizes itself is a model of
-transformers', which is none that a loader could publish: no construction is seen (after_construction).
+ModelOptModelLoader is the default one for checkpoints that ModelOpt has quantized. What it quantizes by itself is a
+model of transformers', which nobody can publish: no construction is seen (after_construction).
 """
 
 BACKEND_ARGUMENTS = (

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.models.companions import DRAFTS
-from tests.models.kinds import KINDS
+from tests.models.kinds import DIFFERENT, KINDS
 from tests.support.environments import REPOSITORY, engine_variables, environments
 
 NOT_FROM_THE_CHECKPOINT = {
@@ -22,7 +22,7 @@ NOT_FROM_THE_CHECKPOINT = {
     "eagle/draft": ("lm_head.weight",),  # the target's, later
 }
 NAMES = [
-    name for kind, what in KINDS.items() for name in ((kind, f"{kind}/draft") if what.companion in DRAFTS else (kind,))
+    name for kind in DIFFERENT for name in ((kind, f"{kind}/draft") if KINDS[kind].companion in DRAFTS else (kind,))
 ]
 
 

@@ -2,8 +2,9 @@
 
     python -m tests.models.check [KIND...]
 
-Makes the checkpoint of each kind. Its model is built on ``meta`` with the classes that an H200 would get
-(tests/models/pretend.py), and every tensor of its file goes through ``load_weights``, which checks names and shapes.
+Makes the checkpoint of each kind (by default of all that differ in more than size). Its model is built on ``meta``
+with the classes that an H200 would get (tests/models/pretend.py), and every tensor of its file goes through
+``load_weights``, which checks names and shapes.
 Then the model is loaded and carried into another one (tests/models/carry.py). Prints one JSON object a line: how many
 layers use which method, tensors that nothing took, parameters that nothing filled, tensors that were carried, the
 manifest's size, milliseconds of each step, and what became different.
@@ -33,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models import carry, pretend
 from tests.models.companions import DRAFTS
-from tests.models.kinds import KINDS
+from tests.models.kinds import DIFFERENT, KINDS
 from tests.models.pretend import Elsewhere
 
 ARGUMENTS = (
@@ -190,4 +191,4 @@ def main(kinds: Iterable[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or KINDS)
+    main(sys.argv[1:] or DIFFERENT)

@@ -24,8 +24,8 @@ from tests.models.formats import Format, Tensors
 class Kind:
     """``proves`` says what a comparison of it shows; ``capability`` is the least compute capability of a GPU for it.
 
-    ``on_cpu``: SGLang's CPU engine serves it without kernels that no registry has. ``needs``: packages that a GPU's
-    environment has alone (triton_kernels comes in the wheel of sglang-kernel), and without which it does not even load.
+    ``on_cpu``: SGLang's CPU engine serves it soon, without kernels that no registry has. ``needs``: packages that
+    a GPU's environment has alone (triton_kernels comes in the wheel of sglang-kernel); without them it does not load.
     """
 
     proves: str
@@ -79,7 +79,7 @@ _W8A8_INT8 = ("--quantization", "w8a8_int8")
 KINDS: dict[str, Kind] = {
     "dense": Kind("bfloat16", families.dense, on_cpu=True),
     "tied": Kind("one tensor under two names", lambda: families.dense(tied=True), on_cpu=True),
-    "deep": Kind("3,004 tensors", families_more.deep, on_cpu=True),
+    "deep": Kind("3,004 tensors", families_more.deep),
     "moe": Kind("fused experts", families.moe, on_cpu=True),
     "mla": Kind("matrices that loading derives from kv_b_proj", families.mla),
     "fp8-block": Kind("blocks of 128 by 128", families.dense, formats.fp8_block),
@@ -138,3 +138,6 @@ KINDS: dict[str, Kind] = {
         "a draft of its own", families.llama, companion=companions.standalone, options=_speculative("STANDALONE")
     ),
 }
+
+DIFFERENT = [kind for kind in KINDS if kind != "deep"]
+"""Kinds that differ in more than their size."""
