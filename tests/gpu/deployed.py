@@ -18,6 +18,7 @@ from typing import Any
 from tests.gpu import rig
 from tests.gpu.layouts import Layout
 from tests.gpu.rig import Agent, Started
+from tests.gpu.serving import Serving
 from tests.support.engine import Engine, free_port
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
@@ -34,23 +35,19 @@ QUIET = {
 }
 """No NVLink multicast: on a host whose GPUs others share, it can disturb those."""
 
-_DECISION = re.compile(
-    r"weightcache: Decision\(rank=(?P<rank>\d+), .*?outcome='(?P<outcome>\w+)', code='(?P<code>[\w-]*)'"
-    r".*?set_id='(?P<set>\w*)'.*?milliseconds=(?P<steps>\{[^}]*\}|None)\)"
-)
 _READY = re.compile(r"rank (\d+): ready, set")
 
 
 class Node:
     """A host's part of a model."""
 
-    def __init__(self, folder: Path, number: int, layout: Layout, model: Path, port: int) -> None:
+    def __init__(self, folder: Path, number: int, layout: Layout, model: Path, port: int, unproven: str) -> None:
         self.number = number
         self.layout = layout
         self.model = model
         folder.mkdir(parents=True)
         self.config = folder / "weightcache.toml"
-        self.config.write_text(self._configuration(folder, port))
+        self.config.write_text(self._configuration(folder, port, unproven))
         environment = self.variables()
         self.agents = [Agent(folder, rank=rank, environment=environment) for rank in layout.of_node(number)]
 
@@ -73,7 +70,7 @@ class Node:
         here = list(self.layout.of_node(self.number))
         return here[::-1] if self.layout.turned else here
 
-    def _configuration(self, folder: Path, port: int) -> str:
+    def _configuration(self, folder: Path, port: int, unproven: str) -> str:
         profile, layout = rig.profile(), self.layout
         deployment: dict[str, Any] = dict(layout.deployment)
         if layout.nodes > 1:
@@ -83,6 +80,7 @@ class Node:
             "loader": {"command": [sys.executable, "-m", "weightcache.loader"]},
             "model": {"arguments": ["--model-path", str(self.model), *self.arguments()]},
             "memory": {"backend": profile.backend},
+            "policy": {"unproven": unproven},
             "deployment": deployment,
         }
         lines = [f"[{name}]\n" + _rows(table) for name, table in tables.items()]
@@ -116,50 +114,20 @@ class Node:
 
 
 @dataclass(slots=True)
-class Serving:
-    """A running engine: a process on each node, of which the first one answers."""
-
-    parts: list[Engine]
-    started: Started
-
-    @property
-    def first(self) -> Engine:
-        """The one that answers."""
-        return self.parts[0]
-
-    def decisions(self) -> list[dict[str, Any]]:
-        """How each rank got its weights, as the schedulers log it."""
-        found = [match for part in self.parts for match in _DECISION.finditer(part.text())]
-        return [
-            {
-                "rank": int(match["rank"]),
-                "outcome": match["outcome"],
-                "code": match["code"],
-                "set": match["set"],
-                "milliseconds": {} if match["steps"] == "None" else json.loads(match["steps"].replace("'", '"')),
-            }
-            for match in found
-        ]
-
-    def schedulers(self) -> set[int]:
-        """The processes that hold weights."""
-        return {process.pid for part in self.parts for process in part.schedulers()}
-
-
-@dataclass(slots=True)
 class Deployed:
-    """One model on all nodes."""
+    """One model on all nodes. ``unproven`` is the policy of that name."""
 
     name: str
     folder: Path
     layout: Layout
     model: Path
+    unproven: str = "refuse"
     nodes: list[Node] = field(init=False)
 
     def __post_init__(self) -> None:
         port = free_port()
         self.nodes = [
-            Node(self.folder / str(number), number, self.layout, self.model, port)
+            Node(self.folder / str(number), number, self.layout, self.model, port, self.unproven)
             for number in range(self.layout.nodes)
         ]
 

@@ -25,7 +25,7 @@ def load(part: Deployed, notes: Notes, cold: bool, alone: bool) -> None:
     with LoaderWatch([agent.keeper for agent in part.agents]) as watch:
         ready = part.load(notes.left(300))
         if alone:
-            rig.wait_for(lambda: not _busy(layout.gpus), notes.left(30), "the loader's CUDA contexts to be gone")
+            settle(layout.gpus, notes)
     reports = [agent.report() for agent in part.agents]
     held = [report.sets[0] for report in reports]
     rss = [psutil.Process(agent.pid).memory_info().rss for agent in part.agents]
@@ -62,5 +62,11 @@ def beside(parts: list[Deployed], notes: Notes, baseline: list[int]) -> None:
     notes.check(max(rest) <= BESIDE_BYTES, f"bytes in use beside the arenas: {rest}")
 
 
-def _busy(gpus: int) -> bool:
-    return any(rig.process_used(gpu) for gpu in range(gpus))
+def settle(gpus: int, notes: Notes) -> None:
+    """Wait until no process is left on these GPUs: its memory would be taken for somebody else's."""
+    try:
+        rig.wait_for(
+            lambda: not any(map(rig.process_used, range(gpus))), notes.left(30), "all CUDA contexts to be gone"
+        )
+    except AssertionError as error:
+        notes.check(False, str(error))

@@ -67,6 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--total", type=float, default=520.0, help="seconds after which none begins or goes on")
     parser.add_argument("--steps", default=",".join(DEFAULT), help=f"of {','.join(STEPS)} (default: %(default)s)")
     parser.add_argument("--cold", action="store_true", help="loaders read from the disk, not from the page cache")
+    parser.add_argument("--unproven", choices=("refuse", "check"), default="refuse", help="policy.unproven of agents")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("LOGS", ".")))
     parsed = parser.parse_args()
     if unknown := [name for name in parsed.layouts if name not in LAYOUTS]:
@@ -94,7 +95,8 @@ def run(layout: str, work: Path, seconds: float, *options: str) -> Outcome:
 def _run(layout: str, folder: Path, seconds: float, options: Sequence[str]) -> Outcome:
     if seconds <= 0:
         return Outcome(layout, "not run", "no time was left")
-    command = [sys.executable, "-m", "tests.gpu.story", layout, str(folder), "--seconds", f"{seconds:.0f}", *options]
+    own = max(seconds - GRACE_SECONDS / 2, 1)  # it stops by itself, before it is interrupted
+    command = [sys.executable, "-m", "tests.gpu.story", layout, str(folder), "--seconds", f"{own:.0f}", *options]
     with (folder / "story.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -160,7 +162,9 @@ def main() -> int:
     skipped = [Outcome(name, "skipped", why) for name, why in layouts.items() if why]
     names = [name for name, why in layouts.items() if not why]
     jobs = max(1, min(options.jobs, len(names)))
-    passed = ["--steps", options.steps, *(["--cold"] if options.cold else []), *(["--alone"] if jobs == 1 else [])]
+    passed = ["--steps", options.steps, "--unproven", options.unproven]
+    passed += ["--cold"] if options.cold else []
+    passed += ["--alone"] if jobs == 1 else []
     work = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))  # a short path: it will hold sockets
     try:
         with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from tests.engine.support import samples
 from tests.gpu import loading, rig
-from tests.gpu.deployed import Deployed, Serving
+from tests.gpu.deployed import Deployed
 from tests.gpu.layouts import LARGE, LAYOUTS
 from tests.gpu.notes import Notes
+from tests.gpu.serving import Serving
 from tests.support import pagecache
 from weightcache.checkpoint import weight_files
 
@@ -36,6 +37,7 @@ class Story:
         self.layout = LAYOUTS[options.layout]
         self.steps: tuple[str, ...] = options.steps
         self.cold: bool = options.cold
+        self.unproven: str = options.unproven
         self.cuda = rig.profile().backend == "cuda"
         self.alone: bool = options.alone and self.cuda
         self.notes = notes
@@ -54,6 +56,8 @@ class Story:
             for part in parts:
                 self._disk(part)
             notes.finish("disk")
+        if self.alone:
+            loading.settle(self.layout.gpus, notes)
         baseline = [rig.device_used(gpu) for gpu in range(self.layout.gpus)]
         with ExitStack() as stack:
             for agent in (agent for part in parts for agent in part.agents):
@@ -80,7 +84,7 @@ class Story:
             subprocess.run(argv, check=True, timeout=self.notes.left(120))
         name = f"{kind}: " if len(self.layout.models) > 1 else ""
         self.notes.note(f"{name}checkpoint, bytes", sum(path.stat().st_size for path in weight_files(model)))
-        return Deployed(name, self.folder / f"m{number}", self.layout, model)
+        return Deployed(name, self.folder / f"m{number}", self.layout, model, self.unproven)
 
     def _warm(self, part: Deployed) -> None:
         """Fill the compilers' caches, so that later starts compare."""
@@ -209,6 +213,7 @@ def main() -> int:
     parser.add_argument("--steps", type=lambda text: tuple(text.split(",")), default=DEFAULT)
     parser.add_argument("--seconds", type=float, default=500.0)
     parser.add_argument("--cold", action="store_true", help="drop the checkpoint's pages before the load")
+    parser.add_argument("--unproven", choices=("refuse", "check"), default="refuse", help="the policy of that name")
     parser.add_argument("--alone", action="store_true", help="nobody else is on these GPUs: measure their memory")
     options = parser.parse_args()
     # Where it is ignored (a job in the background), what is started here would ignore it too.
