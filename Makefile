@@ -25,12 +25,16 @@ env:
 env-systemd: env
 	@tests/env/systemd.sh
 
+env-package: env-systemd
+	@tests/env/package.sh
+
 demo: env
 	@$(PYTHON) -m tests.demo
 
 test: lint
 	$(PYTEST) tests/unit tests/gpu
 	@$(MAKE) --no-print-directory test-systemd
+	@$(MAKE) --no-print-directory test-package
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-engines test-engines-too
 
 # Most of an engine's start is one thread's work: two halves of about the same length share two cores well.
@@ -59,6 +63,9 @@ test-systemd-257:
 test-systemd-sglang:
 	$(PYTEST) tests/systemd/test_sglang.py
 
+test-package: env-package
+	$(PYTEST) tests/package
+
 lint: env
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -74,6 +81,7 @@ stage:
 	@PYTHON=$(firstword $(wildcard $(PYTHON)) python3) packaging/stage.sh $(abspath $(or $(DESTDIR),$(error which folder? make stage DESTDIR=...)))
 
 # Packages, in build/packages. The archive of the sources is all that needs a network (pip), or $VENDOR.
+.PHONY: packages source deb rpm env-package test-package
 PACKAGES := build/packages
 packages: deb rpm
 

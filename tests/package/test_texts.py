@@ -106,7 +106,7 @@ def test_pages_show_the_version_and_each_other(pages: dict[str, str]) -> None:
 
 
 COMPLETE = r"""
-for name in wcache wcache-top wcache-launch; do . @/bash-completion/completions/$name; done
+for name in wcache wcache-top wcache-launch; do . SHARE/bash-completion/completions/$name; done
 mkdir -p /tmp/run; touch /tmp/run/{0,1,12}.sock /tmp/run/0.status.sock; export WEIGHTCACHE_RUNTIME_DIR=/tmp/run
 ask() { # WORDS..., the last of which is being typed
     COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
@@ -120,7 +120,7 @@ ask() { # WORDS..., the last of which is being typed
 def bash(builds: Builds, unpack: str, *lines: tuple[str, ...]) -> list[set[str]]:
     """What bash offers for the last word of each line."""
     asked = "\n".join("ask " + " ".join(f"'{word}'" for word in line) for line in lines)
-    shown = builds.workshop.sh(unpack + COMPLETE.replace("@", SHARE) + asked)
+    shown = builds.workshop.sh(unpack + COMPLETE.replace("SHARE", SHARE) + asked)
     return [set(line.split()) for line in shown.splitlines()]
 
 
@@ -154,27 +154,28 @@ def test_bash_completes_values(builds: Builds, unpack: str) -> None:
 
 ZSH = r"""
 zmodload zsh/zpty
-zpty z zsh -f -i
-zpty -w z 'PS1=; fpath=(@/zsh/vendor-completions $fpath); autoload -Uz compinit; compinit -u -D; print ready'
-zpty -r z line '*ready*ready*'
 for typed in $argv; do
+    zpty z zsh -f -i
+    # A prompt that the echo of this line does not show.
+    zpty -w z 'fpath=(SHARE/zsh/vendor-completions $fpath); autoload -Uz compinit; compinit -u -D; PS1=$'"'\\x3d\\x3e'"
+    zpty -r z line '*=>*'
     zpty -w -n z "$typed"$'\t\x05 # \n'
     zpty -r z line '* # *'
     print -r -- "$line"
+    zpty -d z
 done
 """
 
 
 def test_zsh_completes(builds: Builds, unpack: str) -> None:
-    (builds.folder / "ask.zsh").write_text(ZSH.replace("@", SHARE))
+    (builds.folder / "ask.zsh").write_text(ZSH.replace("SHARE", SHARE))
     typed = (
-        "print wcache dra",
         "wcache config chec",
         "wcache evict --forc",
         "wcache-top --repla",
         "wcache-launch --wcache-wai",
     )
-    lines = " ".join(f"'{words}'" for words in typed[1:])
+    lines = " ".join(f"'{words}'" for words in typed)
     shown = builds.workshop.sh(f"{unpack} TERM=dumb timeout 60 zsh -f ask.zsh {lines}")
     for whole in ("wcache config check", "wcache evict --force", "wcache-top --replay", "wcache-launch --wcache-wait"):
         assert whole in shown, shown
@@ -183,13 +184,13 @@ def test_zsh_completes(builds: Builds, unpack: str) -> None:
 
 
 NEEDRESTART = r"""
-our %nrconf; do './@' or die $@;
+our %nrconf; do './rules.conf'; die $@ if $@;
 for my $unit (@ARGV) { print grep({ $unit =~ $_ } keys %{$nrconf{override_rc}}) ? "left\n" : "restarted\n" }
 """
 
 
 def test_needrestart_leaves_engines_and_loads_alone(builds: Builds, unpack: str) -> None:
-    (builds.folder / "ask.pl").write_text(NEEDRESTART.replace("@", "rules.conf"))
+    (builds.folder / "ask.pl").write_text(NEEDRESTART)
     units = {
         "chat.service": "left",
         "chat-web.service": "restarted",
