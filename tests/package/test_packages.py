@@ -107,9 +107,8 @@ def test_one_version_everywhere(builds: Builds) -> None:
 
 
 def test_make_runs_these_builds() -> None:
-    shown = subprocess.run(
-        ["make", "-n", "packages"], cwd=REPOSITORY, check=True, capture_output=True, text=True
-    ).stdout
+    dry = ["make", "--no-print-directory", "-n", "packages"]
+    shown = subprocess.run(dry, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
     source = f"build/packages/weightcache-{VERSION}.tar.gz build/packages"
     assert shown.splitlines() == [
         "packaging/source.sh build/packages",
