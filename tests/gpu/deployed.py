@@ -181,7 +181,7 @@ class Deployed:
             yield Serving(parts, Started(round(ready, 2), round(time.monotonic() - begin, 2)))
         finally:
             with contextlib.ExitStack() as stack:
-                for part in parts:
+                for part in reversed(parts):  # the first node ends first: the others wait for its word
                     stack.callback(part.stop)
 
 

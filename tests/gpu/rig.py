@@ -306,6 +306,7 @@ def answers(made: Engine) -> list[list[int]]:
     A cached prefix makes a shorter prefill, another GEMM shape and so other low-order bits: in a model of random
     weights that is another token. Equal text needs equal shapes.
     """
+    time.sleep(0.5)  # the first rank may be done while another one still has the last request, and then keeps its cache
     deadline = time.monotonic() + 20
     while made.post("/flush_cache", {})[0] != 200:  # refused while the last request is still being finished
         if time.monotonic() > deadline:
