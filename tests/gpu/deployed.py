@@ -20,6 +20,7 @@ from tests.gpu.layouts import Layout
 from tests.gpu.rig import Agent, Started
 from tests.gpu.serving import Serving
 from tests.support.engine import Engine, free_port
+from weightcache import gpus
 
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 MEET_SECONDS = 120
@@ -84,7 +85,8 @@ class Node:
             "deployment": deployment,
         }
         lines = [f"[{name}]\n" + _rows(table) for name, table in tables.items()]
-        if layout.nodes > 1 or layout.turned:  # otherwise GPUs follow from the layout
+        unlisted = profile.backend == "cuda" and not gpus.installed()
+        if layout.nodes > 1 or layout.turned or unlisted:  # otherwise GPUs follow from the layout
             for rank, gpu in zip(layout.of_node(self.number), self.gpus(), strict=True):
                 named = {"gpu": rig.gpu_uuid(gpu)} if profile.backend == "cuda" else {}
                 lines.append("[[rank]]\n" + _rows({"rank": rank, **named}))

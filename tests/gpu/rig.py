@@ -28,6 +28,7 @@ from tests.support.engine import CPU_ARGUMENTS, Engine, end_with_parent
 from tests.support.environments import SHIM
 from weightcache import keeper as keeping, protocol, records
 from weightcache.client import Conversation
+from weightcache.launch.layout import all_gpus
 from weightcache.paths import RankPaths
 from weightcache.status import RankStatus
 
@@ -98,7 +99,7 @@ def process_used(gpu: int = 0) -> dict[int, int]:
 
 def gpu_count() -> int:
     """GPUs of this machine."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if profile().backend == "cuda" else 0
+    return len(all_gpus()) if profile().backend == "cuda" else 0
 
 
 def with_device_files() -> list[str]:
@@ -115,10 +116,7 @@ def with_device_files() -> list[str]:
 
 def gpu_uuid(gpu: int = 0) -> str:
     """The UUID of a GPU, as nvidia-smi prints it."""
-    out = subprocess.run(
-        ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True, check=True
-    ).stdout
-    return out.split()[gpu]
+    return all_gpus()[gpu]
 
 
 class PeakWatch:

@@ -20,6 +20,7 @@ from tests.gpu.layouts import LARGE, LAYOUTS
 from tests.gpu.notes import Notes
 from tests.gpu.serving import Serving
 from tests.support import pagecache
+from weightcache import gpus
 from weightcache.checkpoint import weight_files
 
 STEPS = ("warm", "disk", "load", "attach", "second", "turn", "kill", "restart")
@@ -47,6 +48,7 @@ class Story:
     def run(self) -> None:
         """Go through all steps that were asked for."""
         notes = self.notes
+        notes.note("the driver lists GPUs in /proc", len(gpus.installed()))
         parts = [self._part(number, kind) for number, kind in enumerate(self.layout.models)]
         if "warm" in self.steps:
             for part in parts:
