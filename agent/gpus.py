@@ -18,6 +18,8 @@ _UUID = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)\s*$", re.MULTILINE | re.ASCII
 def installed(root: Path = ROOT, seconds: float = SECONDS) -> tuple[str, ...]:
     """The UUIDs of this host's GPUs in the order of the PCI bus; none without a driver that answers.
 
+    A GPU whose UUID the driver does not know yet is an empty text.
+
     That is nvidia-smi's order, and CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID. MIG slices are not listed.
     """
     found: list[str] = []
@@ -35,8 +37,9 @@ def _read(root: Path) -> list[str]:
     found = []
     for folder in folders:
         with contextlib.suppress(OSError), (folder / "information").open(errors="replace") as file:
-            if match := _UUID.search(file.read(_MOST)):
-                found.append("GPU-" + match[1][4:].lower())
+            # A GPU that nobody has opened yet has question marks there; its place counts nevertheless.
+            match = _UUID.search(file.read(_MOST))
+            found.append("GPU-" + match[1][4:].lower() if match else "")
     return found
 
 

@@ -54,4 +54,9 @@ def _gpu(config: Config, rank: int, found: tuple[str, ...]) -> str:
     index = config.deployment.gpu_index(rank)
     if index >= len(found):
         raise DeviceUnavailable(f"rank {rank} would be on GPU {index}, and this host shows {count(len(found), 'GPU')}")
+    if not found[index]:
+        raise DeviceUnavailable(
+            f"rank {rank} would be on GPU {index}, whose UUID the driver does not know yet: run nvidia-smi -L, and "
+            "enable nvidia-persistenced"
+        )
     return found[index]

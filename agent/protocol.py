@@ -68,7 +68,10 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load the configured model now, ``again`` also where it is resident. Answers: Progress..., then Loaded or Failure."""
+    """Load the configured model now, ``again`` (for operators) where it is resident, too.
+
+    Answers: Progress..., then Loaded or Failure.
+    """
 
     wait_seconds: float
     again: bool = False
@@ -76,20 +79,28 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """An agent asks the one that leads its launch to load for all ranks of this host. Answer: Done, once all joined."""
+    """An agent asks the one that leads its launch to load for all ranks of this host. Answer: Done, once all joined.
+
+    ``asked``: somebody wants this load, whoever uses the weights of other ranks meanwhile.
+    """
 
     rank: int
+    asked: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
     """The leader asks a rank to take part in a launch. Answer: Joined.
 
+    ``configuration`` is a digest of what all agents of a launch have to be configured with.
+
     The connection then lives as long as the launch: the leader sends Progress as a sign of life, and each side says
     how it ended, Done or Failure. The end of the connection ends the launch.
     """
 
     group: str
+    asked: bool
+    configuration: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,8 +359,8 @@ class Failure:
 Message = (
     Hello | Attach | Load | Lead | Join | Status | Watch | Inspect | Renew | Faulted | Verify | Evict | Drain | Resume
     | Begin | Publish | Commit | Abort | Run
-    | Welcome | Progress | Attached | DonationInvited | Loaded | Joined | RankReport | Observed | Renewed | Verified | Done
-    | Accepted | Published | Committed | Output | Alive | Ended | Failure
+    | Welcome | Progress | Attached | DonationInvited | Loaded | Joined | RankReport | Observed | Renewed | Verified
+    | Done | Accepted | Published | Committed | Output | Alive | Ended | Failure
 )  # fmt: skip
 
 

@@ -61,5 +61,6 @@ def _details(rank: RankBrief) -> list[str]:
         found.append(f"loading: {progress(rank.progress)}")
     if rank.error is not None:
         label = rank.state if rank.state in ("failed", "degraded") else "error"
-        found.append(f"{label}: {escape(rank.error.message)} [{escape(rank.error.code)}]")
+        why = f": {escape(rank.error.message)}" if rank.error.message else ""
+        found.append(f"{label}{why} [{escape(rank.error.code)}]")
     return [f"rank {rank.rank}: {line}" for line in found]

@@ -58,7 +58,7 @@ def observe(model_config: Any, load_config: Any, server_args: Any, device: torch
         tp_rank=int(topology.tp_rank),
         pp_size=int(topology.pp_size),
         pp_rank=int(topology.pp_rank),
-        dp_size=int(adapter.resolved(server_args, "dp_size") or 1),
+        dp_size=_attention_groups(server_args),
         ep_size=int(topology.moe_ep_size),
         ep_rank=int(topology.moe_ep_rank),
         attention_dp=int(topology.attn_dp_size),
@@ -76,6 +76,13 @@ def observe(model_config: Any, load_config: Any, server_args: Any, device: torch
         environment=_environment(),
         plugins=_plugins(),
     )
+
+
+def _attention_groups(server_args: Any) -> int:
+    """The size of data parallelism where it divides the attention weights; replicas hold equal weights."""
+    if not adapter.resolved(server_args, "enable_dp_attention"):
+        return 1
+    return int(adapter.resolved(server_args, "dp_size") or 1)
 
 
 def _text(value: Any) -> str:

@@ -72,13 +72,15 @@ class ServingLoader:
     def load_model(self, *, model_config: Any, device_config: Any) -> nn.Module:
         """Same contract as SGLang's BaseModelLoader.load_model."""
         device = device_of(device_config)
+        role = role_of(model_config, self.inner.load_config)
+        if role != "target" and int(adapter.parallel().pp_size) > 1:
+            return self._apart(role, model_config, device_config)
         answer = self._answer(model_config, device)
         started = time.perf_counter()
         resident = sum(arena.bytes for arena in answer.offer.arenas) if answer.offer else 0
         group = answer.offer.group if answer.offer else self.directive.group
-        agreement = self._together(answer, agree(answer.vote, resident, group))
+        agreement = self._together(answer, agree(answer.vote, resident, group), model_config, device)
         answer.milliseconds["collective"] = (time.perf_counter() - started) * 1000
-        role = role_of(model_config, self.inner.load_config)
         if self.directive.explain:
             self._explain(answer, role)
         if agreement.vote is Vote.ATTACH and answer.offer is not None:
@@ -95,7 +97,13 @@ class ServingLoader:
         model: nn.Module = self.inner.load_model(model_config=model_config, device_config=device_config)
         return model
 
-    def _together(self, answer: Answer, agreement: Agreement) -> Agreement:
+    def _apart(self, role: str, model_config: Any, device_config: Any) -> nn.Module:
+        """A draft of a pipeline: only the last stage builds it, so that the ranks could not vote on it together."""
+        self._report(role, "disk", error=UnsupportedMethod("the drafts of pipelines are not shared"))
+        model: nn.Module = self.inner.load_model(model_config=model_config, device_config=device_config)
+        return model
+
+    def _together(self, answer: Answer, agreement: Agreement, model_config: Any, device: torch.device) -> Agreement:
         """The same, unless all ranks hold weights, but not those of one load."""
         if agreement.apart is None:
             return agreement
@@ -103,6 +111,8 @@ class ServingLoader:
             f"rank {agreement.apart} holds weights of another load than rank 0: `wcache load --again` on each host"
         )
         refuses = self.directive.on_mismatch == "error"
+        if short := self._shortage(model_config, device):
+            refuses, answer.reason = True, short
         return dataclasses.replace(agreement, vote=Vote.REFUSE if refuses else Vote.DISK)
 
     def _answer(self, model_config: Any, device: torch.device) -> Answer:

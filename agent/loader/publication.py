@@ -16,6 +16,8 @@ from weightcache.memory import memfd
 from weightcache.protocol import LoadProgress, SetInfo
 
 ACKNOWLEDGE_SECONDS = 120.0
+BEGIN_SECONDS = 60.0
+"""The agent may drop an earlier set first, after its engines had time to say that they use it."""
 PROGRESS_SECONDS = 0.25
 
 
@@ -29,7 +31,7 @@ class Publication:
         self._started = time.monotonic()
         self._reported = 0.0
         try:
-            self.conversation.request(protocol.Begin(source, group, token), protocol.Accepted)
+            self.conversation.request(protocol.Begin(source, group, token), protocol.Accepted, BEGIN_SECONDS)
         except BaseException:
             self.conversation.close()
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weightcache import records
@@ -96,7 +96,8 @@ def rank(view: RankView) -> RankBrief:
         gpu_uuid=status.gpu_uuid,
         model=status.model,
         sets=tuple(map(_set, status.sets)) if up else (),
-        error=status.error if up else None,
+        # The sentence may end with a loader's output, which is not for everybody.
+        error=replace(status.error, message="") if up and status.error else None,
         progress=status.progress if up else None,
     )
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("weightcache")
 
+SETTLE_SECONDS = 10.0
+"""How long engines may take to renew their leases after their agent was restarted."""
+
 RECORD_SCHEMA = 2
 """Sets whose record has another schema are not adopted."""
 
@@ -68,6 +71,7 @@ class Agent:
         self.backoff = Backoff()
         self.drained: DrainInfo | None = None
         self.started = time.monotonic()
+        self.born = time.time()
         self.changes = Changes()
         self.history = History()
         self.measures = Measures()
@@ -89,6 +93,12 @@ class Agent:
         self.drained = markers.read(self.settings.paths.drain_marker, DrainInfo, DrainInfo(0, time.time()))
         self.touch()
         return not (failed or self.drained)
+
+    @property
+    def settling(self) -> float:
+        """Seconds until everybody who uses an adopted set has renewed its lease; 0 where nothing was adopted."""
+        adopted = any(resident.published_at < self.born for resident in self.sets)
+        return max(self.started + SETTLE_SECONDS - time.monotonic(), 0.0) if adopted else 0.0
 
     @property
     def backend(self) -> str:

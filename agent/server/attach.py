@@ -61,14 +61,15 @@ async def attach(agent: Agent, connection: Connection, request: Attach) -> None:
 async def load(agent: Agent, connection: Connection, request: Load) -> None:
     """Load the configured model, or find that it is resident already, with all sets of its load."""
     deadline = time.monotonic() + request.wait_seconds
-    again = request.again
+    if again := request.again:
+        agent.settings.require_operator(connection.peer, "load again what is resident")
     while True:
         require_giving(agent)
         resident = agent.sets.newest("target")
         if agent.production is None and resident and agent.sets.whole(resident) and not again:
             return await connection.send(Loaded(resident.id))
         again = False
-        await wait_for(connection, agent.production or loads.begin(agent), deadline)
+        await wait_for(connection, agent.production or loads.begin(agent, asked=True), deadline)
 
 
 def require_giving(agent: Agent) -> None:
@@ -191,7 +192,7 @@ def _load_for(agent: Agent, request: Attach, configured: str) -> Production:
     if configured and configured != wanted:
         difference = Difference("model_path", configured, wanted, CONSEQUENCES["model_path"])
         raise _mismatch(f"rank {agent.settings.rank} is configured for another model", (difference,))
-    return loads.begin(agent, request.group)
+    return loads.begin(agent)
 
 
 def _resolved(model: str) -> str:

@@ -7,11 +7,11 @@ import contextlib
 import time
 from typing import TYPE_CHECKING
 
-from weightcache.errors import InUse, LoadFailed, ProtocolError, WeightcacheError, from_code
+from weightcache.errors import ConfigError, InUse, LoadFailed, ProtocolError, WeightcacheError, from_code
 from weightcache.protocol import Done, ErrorInfo, Failure, Join, Joined, Lead, Progress
 from weightcache.server import loads
 from weightcache.server.connection import PeerLeft
-from weightcache.server.launch import JOIN_SECONDS, LAST_WORDS_SECONDS, make_room
+from weightcache.server.launch import LAST_WORDS_SECONDS, LEAD_SECONDS, may_load
 from weightcache.server.waiting import first
 
 if TYPE_CHECKING:
@@ -24,46 +24,72 @@ SILENCE_SECONDS = 60.0
 
 
 async def lead(agent: Agent, connection: Connection, request: Lead) -> None:
-    """Start a launch for all ranks; one that is under way, without the rank that asks, has to end first."""
+    """Start a launch for all ranks, or find the rank that asks in the one that is under way."""
     settings = agent.settings
     if settings.launch[0] != settings.rank or request.rank not in settings.launch:
         asks = f"rank {settings.rank} does not lead rank {request.rank}"
         raise ProtocolError(f"{asks}: their agents were started with different configurations")
-    deadline = time.monotonic() + JOIN_SECONDS
-    while (left := deadline - time.monotonic()) > 0:
+    gone = asyncio.Event()
+    watching = asyncio.ensure_future(connection.closed())
+    watching.add_done_callback(lambda _: gone.set())
+    try:
+        await _led(agent, request, gone)
+        await connection.send(Done("all ranks take part"))
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _led(agent: Agent, request: Lead, gone: asyncio.Event) -> None:
+    """Return when the rank takes part, or is gone. Raises what makes it impossible."""
+    deadline = time.monotonic() + LEAD_SECONDS
+    while not gone.is_set() and (left := deadline - time.monotonic()) > 0:
         production = agent.production
         if production is None:
             # The last one may have failed because the rank that asks now was gone.
-            await asyncio.sleep(min(agent.backoff.left(time.monotonic()), left))
-            production = agent.production or loads.begin(agent)
-        elif production.joined.is_set():
-            await first(production.ended, seconds=left)
+            if delay := agent.backoff.left(time.monotonic()):
+                await first(gone, seconds=min(delay, left))
+                continue
+            production = loads.begin(agent, request.asked)
+        if request.rank in production.members:
+            return
+        if production.joined.is_set():  # without this rank, which has to wait for its end
+            await first(production.ended, gone, seconds=left)
             continue
-        await first(production.joined, production.ended, seconds=left)
-        if production.joined.is_set():
-            return await connection.send(Done("all ranks take part"))
+        await first(production.joined, production.ended, gone, seconds=left)
         if production.error:
             raise from_code(production.error.code, production.error.message)
-    raise InUse("another load is under way")
+    if not gone.is_set():
+        raise InUse("another load is under way")
 
 
 async def join(agent: Agent, connection: Connection, request: Join) -> None:
     """Take part in a launch, until it is over for this rank."""
+    settings = agent.settings
+    if settings.error:
+        raise from_code(settings.error.code, settings.error.message)
+    if request.configuration != settings.kinship:
+        raise ConfigError("its agent was started with another configuration: restart the agents of all ranks")
+    production = agent.production
+    if production is not None and production.source == "loader" and production.joined.is_set():
+        # Of a leader that was killed, perhaps: this rank learns of its end at the same time.
+        await first(production.ended, seconds=2 * LAST_WORDS_SECONDS)
+    await may_load(agent, request.asked)
     production = agent.production
     if production is None:
         agent.forget_failure()
         production = agent.start("loader", request.group)
     elif production.source != "loader" or production.joined.is_set():
-        raise InUse(f"rank {agent.settings.rank} is in the middle of another load")
+        raise InUse(f"rank {settings.rank} is in the middle of another load")
     production.group = production.published_as = request.group
+    production.asked = request.asked
     production.joined.set()
     error: ErrorInfo | None = None
     try:
-        await make_room(agent)
-        await connection.send(Joined(production.token, agent.settings.gpu))
+        await connection.send(Joined(production.token, settings.gpu))
         error = await _outcome(connection, production)
     except (PeerLeft, WeightcacheError):
-        error = _failed(f"the agent of rank {agent.settings.launch[0]}, which led the load, went away")
+        error = _failed(f"the agent of rank {settings.launch[0]}, which led the load, went away")
     finally:
         agent.give_up(production, error)
     with contextlib.suppress(PeerLeft):
@@ -77,7 +103,8 @@ async def _outcome(connection: Connection, production: Production) -> ErrorInfo 
     leader.add_done_callback(lambda _: over.set())
     try:
         await first(production.left, over)
-        if not production.error:  # the other one of the two may know more
+        vain = over.is_set() and production.publisher is None and not production.committed
+        if not production.error and not vain:  # the other one of the two may know more
             other = over if production.left.is_set() else production.left
             await first(production.ended, other, seconds=LAST_WORDS_SECONDS)
         if production.committed:

@@ -8,17 +8,19 @@ found, every agent knows when another one is gone, and what fails anywhere ends 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from weightcache import transport
-from weightcache.errors import AgentUnavailable, LoadFailed, PermissionRefused, ProtocolError, WeightcacheError
+from weightcache.errors import AgentUnavailable, InUse, LoadFailed, PermissionRefused, ProtocolError, WeightcacheError
 from weightcache.paths import RankPaths
 from weightcache.protocol import Done, ErrorInfo, Failure, Join, Joined, Lead, Message, Progress
 from weightcache.server import peers
 from weightcache.server.connection import Connection, Door, PeerLeft
+from weightcache.server.waiting import first
 
 if TYPE_CHECKING:
     from weightcache.server.app import Agent
@@ -27,7 +29,13 @@ if TYPE_CHECKING:
 M = TypeVar("M")
 
 JOIN_SECONDS = 60.0
-"""How long an agent may take to join: it may have to be started, and to drop what it holds."""
+"""How long an agent may take to join: it may have to be started, and to find out who uses what it adopted."""
+
+LEAD_SECONDS = 3 * JOIN_SECONDS
+"""How long a leader may take to have all ranks join, after a launch that is just ending."""
+
+BEAT_SECONDS = 5.0
+"""A leader says this often that the launch goes on; it knows by itself when a loader does nothing."""
 
 LAST_WORDS_SECONDS = 5.0
 
@@ -40,7 +48,6 @@ class Member:
     connection: Connection
     token: str
     gpu: str
-    done: bool = False
 
 
 class Launch:
@@ -53,25 +60,29 @@ class Launch:
         self.error: ErrorInfo | None = None
         """What a member says went wrong."""
         self.failed = asyncio.Event()
-        self._listeners: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._beat = asyncio.ensure_future(self._say_alive())
 
     async def gather(self) -> None:
         """Have every other rank join. Raises LoadFailed with the rank that did not."""
-        await make_room(self._agent)
         settings = self._agent.settings
+        if len(settings.launch) > 1:
+            await may_load(self._agent, self._production.asked)
         others = [rank for rank in settings.launch if rank != settings.rank]
         answers = await asyncio.gather(*map(self._join, others), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
-        self._listeners = [asyncio.ensure_future(self._listen(member)) for member in self.members]
+        self._production.members = {member.rank for member in self.members}
+        self._tasks += [asyncio.ensure_future(self._listen(member)) for member in self.members]
         self._production.joined.set()
 
     async def _join(self, rank: int) -> None:
         try:
             connection = await call(RankPaths(self._agent.settings.paths.directory, rank))
             try:
-                joined = await ask(connection, Join(self._production.group), Joined)
+                production, kinship = self._production, self._agent.settings.kinship
+                joined = await ask(connection, Join(production.group, production.asked, kinship), Joined)
             except BaseException:
                 connection.close()
                 raise
@@ -84,35 +95,38 @@ class Launch:
         try:
             message, _ = await member.connection.receive(seconds=None)
         except (PeerLeft, WeightcacheError):
+            self._production.members.discard(member.rank)
             self._fail(ErrorInfo(LoadFailed.code, f"the agent of rank {member.rank} went away"))
             return
-        if isinstance(message, Done):
-            member.done = True
-        elif isinstance(message, Failure):
+        if isinstance(message, Failure):
             self._fail(ErrorInfo(message.code, f"rank {member.rank}: {message.message}"))
-        else:
+        elif not isinstance(message, Done):
             self._fail(ErrorInfo(ProtocolError.code, f"rank {member.rank} answered {type(message).__name__}"))
 
     def _fail(self, error: ErrorInfo) -> None:
         self.error = self.error or error
         self.failed.set()
 
-    async def alive(self) -> None:
-        """Tell the others that the launch goes on."""
-        for member in self.members:
-            try:
-                await member.connection.send(Progress(self._production.now()), seconds=1.0)
-            except PeerLeft:  # the listener knows better why
-                continue
+    async def _say_alive(self) -> None:
+        """Tell the others that the launch goes on, also those that joined before the last one does."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for member in tuple(self.members):
+                with contextlib.suppress(PeerLeft):  # the listener knows better why
+                    await member.connection.send(Progress(self._production.now()), seconds=1.0)
 
     async def end(self, error: ErrorInfo | None) -> None:
         """Tell the others how it ended, and forget them."""
-        if error is None and self._listeners:  # what they published may still be on its way into their stores
-            await asyncio.wait(self._listeners, timeout=LAST_WORDS_SECONDS)
-        last = Failure(error.code, error.message) if error else Done("the loader ended")
-        for listener in self._listeners:
-            listener.cancel()
-        await asyncio.gather(*self._listeners, return_exceptions=True)
+        self._beat.cancel()
+        try:
+            if error is None and self._tasks:  # what they published may still be on its way into their stores
+                await asyncio.wait(self._tasks, timeout=LAST_WORDS_SECONDS)
+        finally:
+            self._leave(Failure(error.code, error.message) if error else Done("the loader ended"))
+
+    def _leave(self, last: Message) -> None:
+        for task in self._tasks:
+            task.cancel()
         for member in self.members:
             member.connection.send_now(last)
             member.connection.close()
@@ -131,11 +145,11 @@ async def call(paths: RankPaths) -> Connection:
     return connection
 
 
-async def ask(connection: Connection, request: Message, answer: type[M]) -> M:
+async def ask(connection: Connection, request: Message, answer: type[M], seconds: float = JOIN_SECONDS) -> M:
     """Send ``request`` and wait for its answer. Raises the error that the other agent reports, or AgentUnavailable."""
     try:
         await connection.send(request)
-        message, _ = await connection.receive(seconds=JOIN_SECONDS)
+        message, _ = await connection.receive(seconds)
     except PeerLeft:
         raise AgentUnavailable("its agent went away") from None
     if isinstance(message, Failure):
@@ -145,22 +159,50 @@ async def ask(connection: Connection, request: Message, answer: type[M]) -> M:
     return message
 
 
-async def make_room(agent: Agent) -> None:
-    """Drop what an earlier load left here and nobody uses: there may not be room for it and for what is loaded now."""
-    if len(agent.settings.launch) > 1:
-        await agent.drop_all([s for s in agent.sets.unleased() if s.record.source == "loader"])
+async def may_load(agent: Agent, asked: bool) -> None:
+    """Raise InUse where engines use this rank's weights and nobody ``asked`` for a second copy beside them."""
+    if asked:
+        return
+    if len(agent.sets) and agent.settling:
+        # Who uses what was adopted says so in the next seconds.
+        await asyncio.sleep(agent.settling)
+    if engines := sum(len(resident.leases) for resident in agent.sets):
+        using = f"{engines} engine{'s use' if engines > 1 else ' uses'} its weights"
+        raise InUse(f"{using}, and a load for all ranks needs room beside them: `wcache load` does it nevertheless")
+
+
+async def make_room(agent: Agent, production: Production) -> None:
+    """Drop what nobody uses: without the other ranks' it is of no use, and there may be no room for both.
+
+    Called when the loader's process of this rank is about to load, so that what fails before costs nothing.
+    """
+    if production.source != "loader" or len(agent.settings.launch) == 1:
+        return
+    if agent.settling:
+        await asyncio.sleep(agent.settling)
+    going = [s for s in agent.sets.unleased() if s.record.source == "loader" or production.asked]
+    await agent.drop_all(going)
 
 
 async def follow(agent: Agent, production: Production) -> None:
-    """Have the leader load for all ranks; its Join then finds ``production``."""
+    """Have the leader load for all ranks; its Join finds ``production``, and may come before its answer."""
     leader = agent.settings.launch[0]
     try:
         connection = await call(RankPaths(agent.settings.paths.directory, leader))
         try:
-            await ask(connection, Lead(agent.settings.rank), Done)
+            request = Lead(agent.settings.rank, production.asked)
+            asking = asyncio.ensure_future(ask(connection, request, Done, LEAD_SECONDS))
+            answered = asyncio.Event()
+            asking.add_done_callback(lambda _: answered.set())
+            try:
+                await first(answered, production.joined, production.ended)
+            finally:
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
         finally:
             connection.close()
-        if not production.joined.is_set():
+        if not (production.joined.is_set() or production.ended.is_set()):
+            asking.result()
             raise LoadFailed("it began without this one")
     except WeightcacheError as error:
         why = f"rank {leader} loads for all ranks of this host, and does not: {error.message}"

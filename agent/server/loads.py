@@ -34,8 +34,11 @@ OTHERS_SECONDS = 1.0
 SAMPLE_SECONDS = 5.0
 
 
-def begin(agent: Agent, group: str = "") -> Production:
-    """Start loading the configured model. Raises what stands in the way: ConfigError, Empty, LoadFailed (back-off)."""
+def begin(agent: Agent, asked: bool = False) -> Production:
+    """Start loading the configured model. Raises what stands in the way: ConfigError, Empty, LoadFailed (back-off).
+
+    ``asked`` means that somebody wants this load: it then takes place beside engines that use the other ranks.
+    """
     settings = agent.settings
     if agent.leaving:
         raise agent.leaving
@@ -48,7 +51,8 @@ def begin(agent: Agent, group: str = "") -> Production:
     if left and agent.failure:
         raise LoadFailed(f"the last load failed, the next try is allowed in {left:.0f} s: {agent.failure.message}")
     agent.forget_failure()
-    production = agent.start("loader", group or secrets.token_hex(8))
+    production = agent.start("loader", secrets.token_hex(8))
+    production.asked = asked
     leads = settings.launch[0] == settings.rank
     job = agent.spawn(_run(agent, production, set(agent.jobs)) if leads else follow(agent, production))
     agent.jobs.add(job)
@@ -100,6 +104,8 @@ async def _start(agent: Agent, production: Production, launch: Launch) -> Child:
     arguments = settings.config.model.arguments if settings.config.model else ()
     tokens = {settings.rank: production.token} | {member.rank: member.token for member in launch.members}
     gpus = {settings.rank: settings.gpu} | {member.rank: member.gpu for member in launch.members}
+    if memory.backend == "cuda" and len(set(filter(None, gpus.values()))) < len(gpus):
+        raise LoadFailed(f"not every rank of this launch has a GPU of its own: {gpus}")
     several = deployment.node_count > 1
     meeting = ("--nodes", ",".join(deployment.nodes), "--meet-port", str(deployment.port)) if several else ()
     command = [
@@ -146,7 +152,6 @@ async def _watch(agent: Agent, production: Production, child: Child, launch: Lau
         await first(production.left, child.exited, launch.failed, seconds=limits.interval)
         if not production.left.is_set() and (problem := limits.exceeded()):
             return ErrorInfo(LoadFailed.code, f"the loader {problem}{child.last_words()}")
-        await launch.alive()
     if production.publisher and not production.left.is_set() and not launch.failed.is_set():
         await first(production.left, seconds=LAST_WORDS_SECONDS)
     if production.ended.is_set():

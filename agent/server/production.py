@@ -53,6 +53,10 @@ class Production:
         self.claimed = False
         self.joined = asyncio.Event()
         """Set when all ranks that load together take part (for a leader), or when this one does (for the others)."""
+        self.members: set[int] = set()
+        """The other ranks that take part, for a leader."""
+        self.asked = False
+        """Whether somebody asked for exactly this, and not only for weights."""
         self.committed = False
         self.error: ErrorInfo | None = None
         self._dispose = dispose

@@ -12,6 +12,7 @@ from weightcache.errors import PermissionRefused, ProtocolError, WeightcacheErro
 from weightcache.memory import memfd
 from weightcache.protocol import Abort, Accepted, Begin, Commit, Committed, ErrorInfo, Progress, Publish, Published
 from weightcache.server.connection import PeerLeft
+from weightcache.server.launch import make_room
 from weightcache.server.sets import Staged
 from weightcache.transport import MAX_FDS
 
@@ -37,6 +38,7 @@ async def serve(agent: Agent, connection: Connection) -> None:
     production = _claim(agent, message, connection)
     error: ErrorInfo | None = None
     try:
+        await make_room(agent, production)
         await connection.send(Accepted())
         while await _step(agent, production, connection):
             pass

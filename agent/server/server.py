@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightcache.errors import AgentUnavailable, WeightcacheError
 from weightcache.server import adopt, loads, verify
-from weightcache.server.app import Agent
+from weightcache.server.app import SETTLE_SECONDS, Agent
 from weightcache.server.doors import Doors
 from weightcache.server.fdstore import FdStore
 from weightcache.server.journal import event
@@ -32,7 +32,6 @@ log = logging.getLogger("weightcache")
 ANSWER_SECONDS = 2.0
 """How long an agent that gives up goes on answering the clients that wait."""
 
-SETTLE_SECONDS = 10.0
 _THREADS = 4
 _POLL_SECONDS = 0.02
 

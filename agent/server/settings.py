@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import hashlib
 import logging
 import os
 import pwd
@@ -72,6 +73,13 @@ class Settings:
         """The ranks of this host that are loaded together with this one, itself included; the first one leads."""
         deployment = self.config.deployment
         return tuple(deployment.launch_of(self.rank)) if self.rank in deployment.ranks else (self.rank,)
+
+    @property
+    def kinship(self) -> str:
+        """A digest of what the agents of one launch must have in common."""
+        config = self.config
+        common = (config.model, config.deployment, config.memory, config.loader, config.policy.unproven)
+        return hashlib.sha256(repr(common).encode()).hexdigest()[:16]
 
     def may_operate(self, peer: Peer) -> bool:
         """Whether the peer may evict, drain, resume and verify."""

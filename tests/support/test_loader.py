@@ -241,7 +241,7 @@ def _load_rank(
     args: argparse.Namespace, agent: int, token: str, mode: str, sizes: list[int], agree: Callable[[], object]
 ) -> None:
     conversation = Conversation(RankPaths(args.socket_dir, agent).publish)
-    conversation.request(protocol.Begin("loader", args.group, token), protocol.Accepted)
+    conversation.request(protocol.Begin("loader", args.group, token), protocol.Accepted, 30.0)
     reach("begun", conversation)
     roles = os.environ.get("WCTEST_ROLES", "target").split(",")
     changes = json.loads(os.environ.get("WCTEST_FINGERPRINT", "{}"))

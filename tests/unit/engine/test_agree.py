@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +23,15 @@ rank, store, rounds = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 adapter.world = lambda: (rank, 2, dist.group.WORLD)
 answers = []
-for votes in rounds:
-    found = agree(Vote(votes[rank]), 1000 * (rank + 1))
-    answers.append([int(found.vote), found.reluctant, found.resident_bytes])
+for votes, groups in rounds:
+    found = agree(Vote(votes[rank]), 1000 * (rank + 1), groups[rank])
+    answers.append([int(found.vote), found.reluctant, found.resident_bytes, found.group, found.apart])
 print(json.dumps(answers))
 dist.barrier()
 dist.destroy_process_group()
 """
+
+Heard = dict[tuple[tuple[int, int], bool], list[Any]]
 
 REFUSE, DISK, DONATE, ATTACH = (int(vote) for vote in Vote)
 EXPECTED = {
@@ -50,30 +53,37 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def agreements(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[int, int], list[int]]]:
-    """What each of two ranks heard, for every pair of votes."""
+def agreements(tmp_path_factory: pytest.TempPathFactory) -> list[Heard]:
+    """What each of two ranks heard, for every pair of votes, with one group and with two."""
     store = tmp_path_factory.mktemp("gloo") / "store"
-    rounds = json.dumps(list(EXPECTED))
+    rounds = json.dumps([(votes, ("g", "g")) for votes in EXPECTED] + [(votes, ("g", "h")) for votes in EXPECTED])
     ranks = [
         subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(store), rounds], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
-    return [dict(zip(EXPECTED, json.loads(output.splitlines()[-1]), strict=True)) for output in outputs]
+    rows = [(votes, together) for together in (True, False) for votes in EXPECTED]
+    return [dict(zip(rows, json.loads(output.splitlines()[-1]), strict=True)) for output in outputs]
 
 
 @pytest.mark.parametrize("votes", EXPECTED, ids=lambda votes: "-".join(Vote(v).name.lower() for v in votes))
-def test_both_ranks_hear_the_same(agreements: list[dict[tuple[int, int], list[int]]], votes: tuple[int, int]) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_both_ranks_hear_the_same(agreements: list[Heard], votes: tuple[int, int], together: bool) -> None:
     vote, reluctant = EXPECTED[votes]
-    assert agreements[0][votes] == agreements[1][votes] == [vote, reluctant, 2000]
+    first, second = (heard[votes, together] for heard in agreements)
+    assert first == second
+    apart = None if together or vote != ATTACH else 1
+    assert first[:3] == [vote if apart is None else DISK, reluctant, 2000]
+    assert first[4] == apart
+    assert re.fullmatch("[0-9a-f]{16}", first[3]), "donors on all hosts have this name, whatever their own was"
 
 
 @pytest.mark.parametrize("vote", list(Vote))
 def test_one_rank_needs_no_group(vote: Vote, monkeypatch: pytest.MonkeyPatch) -> None:
     world: tuple[int, int, Any] = (0, 1, None)
     monkeypatch.setattr(adapter, "world", lambda: world)
-    assert agree(vote, 5) == Agreement(vote, 0, 5)
+    assert agree(vote, 5, "g") == Agreement(vote, 0, 5, "g")
 
 
 def test_the_script_is_about_this_package() -> None:

@@ -95,7 +95,15 @@ def give(inner: DefaultModelLoader, paths: RankPaths) -> Donation:
         return inner.load_model(model_config=None, device_config=None)
 
     return donate(
-        load, inner, fingerprint(), HostMemory(), torch.device("cpu"), paths.public, "a-token", directive(paths)
+        load,
+        inner,
+        fingerprint(),
+        HostMemory(),
+        torch.device("cpu"),
+        paths.public,
+        "a-token",
+        "a-group",
+        directive(paths),
     )
 
 
@@ -112,7 +120,7 @@ def test_a_donation(inner: DefaultModelLoader, paths: RankPaths, process: state.
         donation = give(inner, paths)
         fake.wait(4)
     assert kinds(fake) == [Begin, Publish, Commit]
-    assert fake.seen[0] == Begin("donor", "g", "a-token")
+    assert fake.seen[0] == Begin("donor", "a-group", "a-token")
     published = next(message for message in fake.seen if isinstance(message, Publish))
     assert published.set.tensors == 1
     assert donation.reason is None

@@ -55,7 +55,7 @@ def inputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
         if name.startswith(("SGLANG", "SGL_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(adapter, "resolved", lambda server, name: getattr(server, name, None))
-    server = SimpleNamespace(json_model_override_args="{}", dp_size=1, moe_runner_backend="auto")
+    server = SimpleNamespace(json_model_override_args="{}", dp_size=1, enable_dp_attention=True, moe_runner_backend="auto")
     return Inputs(model_config(model), load_config(), server, topology(), monkeypatch)
 
 
@@ -193,3 +193,10 @@ def test_the_capability_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
     assert observe.capability(torch.device("cuda", 0)) == "9.0"
     assert observe.capability(torch.device("cpu")) == ""
+
+
+def test_replicas_hold_the_same(inputs: Inputs) -> None:
+    inputs.server.enable_dp_attention = False
+    before = inputs.fingerprint()
+    inputs.server.dp_size = 2
+    assert inputs.fingerprint() == before

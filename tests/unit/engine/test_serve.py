@@ -71,6 +71,7 @@ class Engine:
         self.runner = SimpleNamespace(server_args=SimpleNamespace())
         self.answer: Any = AgentUnavailable("no agent listens")
         self.others: list[Vote] = []
+        self.apart = False
         self.reports: list[Decision] = []
         self.leases: list[tuple[Any, ...]] = []
         self.asked: list[Any] = []
@@ -96,12 +97,13 @@ class Engine:
             raise self.answer
         return self.answer
 
-    def agree(self, vote: Vote, resident: int) -> Agreement:
+    def agree(self, vote: Vote, resident: int, group: str) -> Agreement:
         votes = [vote, *self.others]
         lowest = min(votes)
         if lowest is Vote.DONATE and max(votes) is not Vote.DONATE:
             lowest = Vote.DISK
-        return Agreement(lowest, votes.index(min(votes)), resident)
+        apart = 1 if self.apart and lowest is Vote.ATTACH else None
+        return Agreement(lowest if apart is None else Vote.DISK, votes.index(min(votes)), resident, group, apart)
 
     def load(self, **changes: Any) -> Any:
         self.loader = ServingLoader(self.inner, self.runner, directive(**changes))
@@ -131,7 +133,7 @@ def offer(engine: Engine, make: Callable[[], Any] = Model) -> tuple[Offer, torch
     fds = region.freeze()
     mapped = HostMemory().map(fds, sizes)
     transport.close_all(fds)
-    given = Offer("a-set", "target", body, arenas(*sizes), mapped, engine.talk)  # type: ignore[arg-type]
+    given = Offer("a-set", "target", "a-group", body, arenas(*sizes), mapped, engine.talk)  # type: ignore[arg-type]
     given.milliseconds = {"connect": 1.0, "receive": 2.0, "map": 3.0}
     return given, next(iter(model.parameters()))
 
@@ -319,13 +321,13 @@ def test_donation(engine: Engine, works: bool, monkeypatch: pytest.MonkeyPatch) 
     tokens: list[str] = []
 
     def donate(load: Any, inner: Any, *args: Any) -> Donation:
-        tokens.append(args[4])
+        tokens.extend(args[4:6])
         return Donation(load(), produced if works else None, None if works else ExportRefused("no"))  # type: ignore[arg-type]
 
     monkeypatch.setattr(serve, "donate", donate)
     engine.load(donate=True)
     assert engine.inner.loads == 1
-    assert tokens == ["a-token"]
+    assert tokens == ["a-token", engine.loader.directive.group]  # type: ignore[union-attr]
     assert engine.talk.closed is not works
     assert engine.report.outcome == ("donated" if works else "disk")
     if works:
@@ -335,6 +337,31 @@ def test_donation(engine: Engine, works: bool, monkeypatch: pytest.MonkeyPatch) 
     else:
         assert engine.report.code == "export-refused"
         assert engine.leases == []
+
+
+@pytest.mark.parametrize("mode", ["fallback", "error"])
+def test_ranks_of_different_loads_are_not_mixed(engine: Engine, mode: str) -> None:
+    engine.answer, _ = offer(engine)
+    engine.apart = True
+    if mode == "error":
+        with pytest.raises(AttachFailed):
+            engine.load(on_mismatch=mode)
+    else:
+        engine.load(on_mismatch=mode)
+    assert engine.inner.loads == (mode == "fallback")
+    assert engine.talk.closed
+    assert engine.report.outcome == ("disk" if mode == "fallback" else "refused")
+    assert "rank 1 holds weights of another load than rank 0" in engine.report.message
+
+
+def test_a_draft_of_a_pipeline_is_loaded_without_a_vote(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the last stage builds it: the others would never come to the vote."""
+    monkeypatch.setattr(adapter, "parallel", lambda: topology(pp_size=2))
+    monkeypatch.setattr(serve, "agree", lambda *_: pytest.fail("a vote"))
+    engine.config.is_draft_model = True
+    engine.load()
+    assert engine.inner.loads == 1
+    assert (engine.report.outcome, engine.report.code) == ("disk", "unsupported")
 
 
 def test_an_invitation_that_other_ranks_did_not_get_is_declined(engine: Engine) -> None:

@@ -24,7 +24,7 @@ def commit(*arenas: int, at: float = 1.0, version: int = 1) -> tuple[Complete, .
     for number, (set_id, count) in enumerate(zip(ids, arenas, strict=True)):
         role = f"draft-{number}" if number else "target"
         made = test_loader.make(test_loader.fingerprint(role=role), (ARENA_BYTES,) * count, seed=number)
-        record = Record(RECORD_SCHEMA, set_id, version, "loader", at, "host", "", ids, made.info)
+        record = Record(RECORD_SCHEMA, set_id, version, "loader", at, "host", "", ids, "a-group", made.info)
         sets.append(Complete(record, made.fds))
     return tuple(sets)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 
 from tests.support import test_loader
 from tests.unit.server.harness import SECONDS, Agent, eventually
-from weightcache import protocol
+from weightcache import protocol, transport
 from weightcache.client import Conversation
 from weightcache.errors import Drained, LoadFailed, PermissionRefused, ProtocolError, WeightcacheError
+from weightcache.server import settings
 
 RANKS = 3
 
@@ -195,8 +198,7 @@ def test_a_set_in_use_stays_until_its_engine_ends(ranks: Ranks) -> None:
     ranks.load(0).result(SECONDS)
     first = one_group(ranks)
     with ranks.agents[2].attach(test_loader.fingerprint(), wait=0.0):
-        with Conversation(ranks.agents[0].paths.public) as conversation:
-            conversation.request(protocol.Load(SECONDS, again=True), protocol.Loaded, SECONDS)
+        load_again(ranks.agents[0])
         eventually(lambda: len(ranks.agents[2].status().sets) == 2, what="no second set")
         assert [len(sets) for sets in ranks.groups()] == [1, 1, 2]
     eventually(lambda: len(ranks.agents[2].status().sets) == 1, what="the first set stays")
@@ -210,38 +212,134 @@ def test_a_drained_rank_takes_no_part(ranks: Ranks) -> None:
     assert isinstance(failure(ranks.load(1)), Drained)
 
 
+def kinship(ranks: Ranks) -> str:
+    """What all of these agents have in common."""
+    config = ranks.agents[0].folder / "config.toml"
+    return settings.resolve(settings.Options(1, config, ranks.agents[0].paths.directory)).kinship
+
+
 def test_who_asks_whom(ranks: Ranks) -> None:
     """Different configurations are noticed, and a rank that is in a launch joins no other one."""
     ranks.agents[0].gate("loading-1")
     ranks.start()
     loading = ranks.load(0)
     ranks.agents[0].reached("loading-1")
-    with Conversation(ranks.agents[1].paths.public) as conversation, pytest.raises(WeightcacheError) as busy:
-        conversation.request(protocol.Join("other"), protocol.Joined)
-    assert "rank 1 is in the middle of another load" in str(busy.value)
+    refused = {
+        protocol.Join("other", True, kinship(ranks)): "rank 1 is in the middle of another load",
+        protocol.Join("other", True, "another"): "its agent was started with another configuration",
+    }
+    for request, why in refused.items():
+        with Conversation(ranks.agents[1].paths.public) as conversation, pytest.raises(WeightcacheError) as error:
+            conversation.request(request, protocol.Joined, SECONDS)
+        assert why in str(error.value)
     for rank, asks in ((1, 2), (0, 7)):
         with Conversation(ranks.agents[rank].paths.public) as conversation, pytest.raises(ProtocolError):
-            conversation.request(protocol.Lead(asks), protocol.Done)
+            conversation.request(protocol.Lead(asks, True), protocol.Done)
     ranks.agents[0].open("loading-1")
     loading.result(SECONDS)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
-@pytest.mark.parametrize("message", [protocol.Join("g"), protocol.Lead(1)])
+def test_a_restart_with_another_configuration_loads_for_nobody(ranks: Ranks) -> None:
+    ranks.start()
+    ranks.agents[2].stop()
+    ranks.configure(model=["--model-path", "another"])
+    ranks.agents[2].start()
+    message = failure(ranks.load(2)).message
+    assert message.endswith(
+        "rank 2 cannot take part in the load: its agent was started with another configuration: "
+        "restart the agents of all ranks"
+    )
+    assert ranks.launches() == 0
+
+
+def test_simultaneous_requests_are_one_launch_however_long_it_takes(ranks: Ranks) -> None:
+    """A request that reaches the leader after the launch has begun is part of it already."""
+    ranks.start()
+    for round_ in range(1, 9):
+        for future in [ranks.load(rank) for rank in reversed(range(RANKS))]:
+            future.result(SECONDS)
+        one_group(ranks)
+        assert ranks.launches() == round_
+        for agent in ranks.agents:
+            agent.ask(protocol.Evict(None))
+
+
+def test_a_leader_killed_before_any_rank_began(ranks: Ranks) -> None:
+    """Nobody holds anything yet, and nobody is in the way of the next launch."""
+    ranks.agents[0].gate("started")
+    ranks.start("--load")
+    ranks.agents[0].reached("started")
+    ranks.agents[0].stop(signal.SIGKILL)
+    ranks.agents[0].lift("started")
+    ranks.agents[0].start("--load")
+    assert one_group(ranks)
+
+
+def test_a_loader_that_does_not_begin_costs_nothing(ranks: Ranks) -> None:
+    ranks.configure({"WCTEST_GATES": str(ranks.agents[0].gates)})
+    ranks.start()
+    ranks.load(0).result(SECONDS)
+    group = one_group(ranks)
+    ranks.agents[0].gate("started")
+    again = ranks.pool.submit(load_again, ranks.agents[0])
+    os.kill(ranks.agents[0].reached("started"), signal.SIGKILL)
+    failure(again)
+    assert one_group(ranks) == group
+
+
+def load_again(agent: Agent) -> str:
+    with Conversation(agent.paths.public) as conversation:
+        return str(conversation.request(protocol.Load(SECONDS, again=True), protocol.Loaded, SECONDS).set_id)
+
+
+def test_engines_elsewhere_are_not_disturbed_by_a_load_that_nobody_asked_for(ranks: Ranks) -> None:
+    ranks.start()
+    ranks.load(0).result(SECONDS)
+    first = one_group(ranks)
+    with ranks.agents[0].attach(test_loader.fingerprint(), wait=0.0):
+        ranks.agents[2].stop()
+        ranks.agents[2].start("--load")
+        ranks.agents[2].await_state("failed")
+        error = ranks.agents[2].status().error
+        assert error is not None
+        assert "1 engine uses its weights, and a load for all ranks needs room beside them" in error.message
+        assert ranks.groups()[:2] == [[first], [first]]
+        time.sleep(1.1)  # what failed is not tried again at once
+        ranks.load(2).result(SECONDS)
+        eventually(lambda: len(ranks.agents[0].status().sets) == 2)
+    assert one_group(ranks) != first
+
+
+def test_again_is_for_operators(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks.start()
+    ranks.load(0).result(SECONDS)
+    refused = as_somebody_else(ranks.agents[0], protocol.Load(1.0, again=True))
+    assert isinstance(refused, PermissionRefused)
+    assert one_group(ranks)
+
+
+@pytest.mark.parametrize("message", [protocol.Join("g", True, ""), protocol.Lead(1, True)])
 def test_only_agents_of_the_same_user_load_together(ranks: Ranks, message: protocol.Message) -> None:
     ranks.agents[0].start()
-    ranks.agents[0].paths.public.chmod(0o666)
-    for folder in ranks.agents[0].paths.public.parents:
+    assert isinstance(as_somebody_else(ranks.agents[0], message), PermissionRefused)
+
+
+def as_somebody_else(agent: Agent, message: protocol.Message) -> WeightcacheError:
+    """What an agent refuses another user who may connect."""
+    if os.geteuid():
+        pytest.skip("needs root, to become somebody else")
+    agent.paths.public.chmod(0o666)
+    for folder in agent.paths.public.parents:
         if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
             folder.chmod(folder.stat().st_mode | 0o011)
     os.seteuid(65534)
     try:
-        with Conversation.__new__(Conversation) as conversation:
-            conversation.path = ranks.agents[0].paths.public
-            from weightcache import transport
-
-            conversation.sock = transport.connect(conversation.path, 1e12)
-            with pytest.raises(PermissionRefused):
-                conversation.request(message, protocol.Done)
+        sock = transport.connect(agent.paths.public, time.monotonic() + SECONDS)
     finally:
         os.seteuid(0)
+    with contextlib.closing(sock):
+        sock.settimeout(SECONDS)
+        transport.send_packet(sock, protocol.encode(message))
+        answer = protocol.decode(transport.receive_packet(sock).data)
+    assert isinstance(answer, protocol.Failure), answer
+    return answer.error()
