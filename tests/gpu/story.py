@@ -185,8 +185,8 @@ class Story:
         everyone = [row["outcome"] for row in decisions] == ["attached"] * self.layout.gpus
         self.notes.check(everyone, f"{part.name}{name}: {outcomes}")
         self.notes.note(f"{part.name}{name}: start to first token, s", engine.started.first_token)
-        steps = sorted((row["rank"], row["milliseconds"]) for row in decisions if row["milliseconds"])
-        self.notes.note(f"{part.name}{name}: steps by rank, ms", steps)
+        steps = [(row["rank"], row["milliseconds"]) for row in decisions if row["milliseconds"]]  # replicas: all rank 0
+        self.notes.note(f"{part.name}{name}: steps by rank, ms", sorted(steps, key=lambda row: row[0]))
 
     def _same(self, part: Deployed, engine: Serving, whose: str) -> None:
         said = rig.answers(engine.first)
