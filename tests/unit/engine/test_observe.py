@@ -55,7 +55,9 @@ def inputs(model: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
         if name.startswith(("SGLANG", "SGL_")):
             monkeypatch.delenv(name)
     monkeypatch.setattr(adapter, "resolved", lambda server, name: getattr(server, name, None))
-    server = SimpleNamespace(json_model_override_args="{}", dp_size=1, enable_dp_attention=True, moe_runner_backend="auto")
+    server = SimpleNamespace(
+        json_model_override_args="{}", dp_size=1, enable_dp_attention=True, moe_runner_backend="auto"
+    )
     return Inputs(model_config(model), load_config(), server, topology(), monkeypatch)
 
 

@@ -16,6 +16,7 @@ from weightcache import manifest
 from weightcache.memory import memfd
 from weightcache.server import adopt
 from weightcache.server.adopt import Adoption
+from weightcache.server.app import RECORD_SCHEMA
 from weightcache.server.sets import Complete
 from weightcache.transport import close_all
 
@@ -145,7 +146,7 @@ BAD_RECORDS: dict[str, Callable[[Complete], bytes]] = {
     "deep": lambda _: b"[" * 100_000,
     "many digits": lambda _: b'{"schema": ' + b"1" * 10_000 + b"}",
     "no object": lambda _: b"{}",
-    "a later schema": lambda c: record_text(c, schema=2),
+    "a later schema": lambda c: record_text(c, schema=RECORD_SCHEMA + 1),
     "a schema that is no number": lambda c: record_text(c, schema=True),
     "a manifest that engines do not read": lambda c: record_text(c).replace(
         f'"schema": {manifest.SCHEMA}, "role"'.encode(), f'"schema": {manifest.SCHEMA + 1}, "role"'.encode()
