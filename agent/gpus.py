@@ -34,13 +34,15 @@ def _read(root: Path) -> list[str]:
         folders = sorted(root.iterdir(), key=_position)
     except OSError:
         return []
-    found = []
-    for folder in folders:
-        with contextlib.suppress(OSError), (folder / "information").open(errors="replace") as file:
-            # A GPU that nobody has opened yet has question marks there; its place counts nevertheless.
-            match = _UUID.search(file.read(_MOST))
-            found.append("GPU-" + match[1][4:].lower() if match else "")
-    return found
+    return [_uuid(folder) for folder in folders]
+
+
+def _uuid(folder: Path) -> str:
+    # A GPU that nobody has opened yet has question marks there; its place counts nevertheless.
+    with contextlib.suppress(OSError), (folder / "information").open(errors="replace") as file:
+        if match := _UUID.search(file.read(_MOST)):
+            return "GPU-" + match[1][4:].lower()
+    return ""
 
 
 def _position(folder: Path) -> tuple[list[int], str]:

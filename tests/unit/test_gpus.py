@@ -28,11 +28,16 @@ def test_one_spelling(tmp_path: Path) -> None:
     assert gpus.installed(tmp_path) == (UUID.format("a"),)
 
 
-def test_without_a_driver_and_with_files_that_say_nothing(tmp_path: Path) -> None:
+def test_without_a_driver(tmp_path: Path) -> None:
     assert gpus.installed(tmp_path / "none") == ()
+
+
+def test_a_gpu_that_nobody_has_opened_yet_takes_its_place(tmp_path: Path) -> None:
+    """Else the others would move up, and a rank would get another one's."""
     (tmp_path / "0000:19:00.0").mkdir()
-    card(tmp_path, "0000:20:00.0", "N/A")
-    assert gpus.installed(tmp_path) == ()
+    card(tmp_path, "0000:20:00.0", "GPU-????????-????-????-????-????????????")
+    card(tmp_path, "0000:21:00.0", UUID.format(1))
+    assert gpus.installed(tmp_path) == ("", "", UUID.format(1))
 
 
 def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path) -> None:

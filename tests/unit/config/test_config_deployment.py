@@ -178,3 +178,9 @@ def test_what_cannot_be_placed_is_one_sentence(text: str, rank: int, error: type
     with pytest.raises(error) as caught:
         placement.place(parse(text), rank, lambda: GPUS[:4])
     assert caught.value.message == says
+
+
+def test_a_gpu_whose_uuid_nobody_knows_yet_is_no_other_one() -> None:
+    with pytest.raises(DeviceUnavailable) as caught:
+        placement.place(parse("[deployment]\ntp_size = 2"), 1, lambda: (GPUS[0], "", GPUS[2]))
+    assert caught.value.message.startswith("rank 1 would be on GPU 1, whose UUID the driver does not know yet: run")
