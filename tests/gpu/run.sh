@@ -29,8 +29,11 @@ gpu_pytest() {
 
 setup() {
     python3 -c "import sys, tarfile; tarfile.open(sys.argv[1]).extractall('/tmp', filter='fully_trusted')" "$1" &
+    local unpacking=$! making
     [[ -f $WEIGHTCACHE_MODEL/config.json ]] || PYTHONPATH=$here python3 -m tests.models.make_large --like "${WEIGHTCACHE_SIZE:-8b}" "$WEIGHTCACHE_MODEL" &
-    wait
+    making=$!
+    wait "$unpacking"
+    wait "$making"
     python3 tests/env/link.py "$here" /tmp/weightcache-link
     python3 -m weightcache.loader doctor --backend cuda || true
 }
