@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.environments import REPOSITORY
 from tests.systemd.machine import Machine
 
 # boot.sh presets the units of a staged tree. None is there yet, so these stand in, in a /run that the boot empties.
@@ -21,7 +22,9 @@ _USERS = {"/usr/lib/sysusers.d/test.conf": "u member\n"}
 MEMBERS = "/etc/sysusers.d/members.conf"
 UNITS = ("weightcache*",)
 INSTALL_SECONDS = 300.0
-NOT_OURS = ("/proc", "/sys", "/dev", "/run", "/tmp", "/work", "/var/log", "/var/tmp", "/root")
+CHECKOUT = f"/{REPOSITORY.parts[1]}"
+"""Below this the checkout is to be seen on a host, too."""
+NOT_OURS = ("/proc", "/sys", "/dev", "/run", "/tmp", CHECKOUT, "/var/log", "/var/tmp", "/root")
 
 
 class Host(Machine):
@@ -63,7 +66,7 @@ class Host(Machine):
         users = [f"-user {user}" for user in ("weightcache", "weightcache-loader", "weightcache-exporter")]
         groups = [f"-group {group}" for group in ("weightcache", "weightcache-loader", "weightcache-publish")]
         tests = " -o ".join([*users, *groups, "-nouser", "-nogroup"])
-        pruned = " -o ".join(f"-path {path}" for path in ("/proc", "/work", "/root", "/tmp"))
+        pruned = " -o ".join(f"-path {path}" for path in ("/proc", CHECKOUT, "/root", "/tmp"))
         script = f"find / -xdev \\( {pruned} \\) -prune -o \\( {tests} \\) -print; find /run \\( {tests} \\)"
         return self.run("sh", "-c", script).stdout.split()
 

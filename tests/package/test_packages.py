@@ -80,7 +80,7 @@ def test_lintian_has_nothing_to_say(builds: Builds) -> None:
     tags = (HERE / "lintian.tags").read_text()
     (builds.folder / "lintian.tags").write_text(tags)
     said = builds.workshop.run(
-        *("lintian", "--allow-root", "--fail-on", "error,warning", "--suppress-tags-from-file", "/work/lintian.tags"),
+        *("lintian", "--allow-root", "--fail-on", "error,warning", "--suppress-tags-from-file", "/build/lintian.tags"),
         builds.inside(builds.deb()),
         check=False,
     )
@@ -92,7 +92,7 @@ def test_rpmlint_has_nothing_to_say(builds: Builds) -> None:
     # The source package, too: only there rpmlint reads the spec.
     source = f"rpmbuild -ts --nodeps --define '_topdir /tmp' now/{builds.source().name} >&2;"
     said = builds.workshop.run(
-        *("bash", "-ec", f"cd /work; {source} rpmlint -c rpmlint.toml /tmp/SRPMS/*.rpm now/*.rpm"), check=False
+        *("bash", "-ec", f"cd /build; {source} rpmlint -c rpmlint.toml /tmp/SRPMS/*.rpm now/*.rpm"), check=False
     )
     assert said.returncode == 0
     assert "0 errors, 0 warnings" in said.stdout, said.stdout

@@ -58,7 +58,7 @@ def dnf(builds: Builds, repository: Path, check: bool = True) -> str:
     """Install the package below /tmp/r, list what is there, and let rpm verify it."""
     return builds.workshop.sh(
         "dnf -y --installroot=/tmp/r --releasever=9 --disablerepo='*'"
-        f" --repofrompath=stubs,file:///work/{repository.name} --nogpgcheck --setopt=cachedir=/tmp/c"
+        f" --repofrompath=stubs,file:///build/{repository.name} --nogpgcheck --setopt=cachedir=/tmp/c"
         f" --setopt=tsflags=noscripts install ./now/{builds.rpm().name} 2>&1;"
         "rpm --root /tmp/r -qa; rpm --root /tmp/r -V weightcache && echo verified",
         check=check,

@@ -202,6 +202,6 @@ def test_needrestart_leaves_engines_and_loads_alone(builds: Builds, unpack: str)
     shown = builds.workshop.sh(
         f"{unpack} cp {UNPACKED}/etc/needrestart/conf.d/weightcache.conf rules.conf; cd /etc/systemd/system;"
         "printf '[Service]\\nExecStart=/opt/sglang/bin/wcache-launch --port 1\\n' | tee chat.service >engine@.service;"
-        f"printf '[Service]\\nExecStart=/bin/true\\n' >chat-web.service; cd /work; perl ask.pl {' '.join(units)}"
+        f"printf '[Service]\\nExecStart=/bin/true\\n' >chat-web.service; cd /build; perl ask.pl {' '.join(units)}"
     )
     assert shown.split() == list(units.values())

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support import environments
 
 ROOT = environments.folder() / "root-packages"
-WORK = "/work"
+WORK = "/build"
 """Where the workshop's folder is inside."""
 SECONDS = 600.0
 
@@ -28,7 +28,7 @@ def missing(*names: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Commands run inside with ``folder`` as /work; nothing that they write elsewhere stays."""
+    """Commands run inside with ``folder`` as /build; nothing that they write elsewhere stays."""
 
     folder: Path
 
