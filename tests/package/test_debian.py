@@ -1,6 +1,6 @@
 """`apt install`, an engine, an upgrade below it, `apt remove`, `apt purge`, in this order, on Debian 12 and Debian 13.
 
-On Debian 13 with the real SGLang, in an environment for another Python than the host's; on Debian 12 with a stand-in.
+With the real SGLang, in an environment of its own; on Debian 13 that is for another Python than the host's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from tests.package.builds import VERSION, Builds
 from tests.package.host import AptHost
-from tests.package.sides import HOME, Sglang, Side, Standin
+from tests.package.sides import HOME, Sglang
 from tests.package.story import EXPORTER, LOADERS, SOCKET, TARGET, Story, told
 from tests.systemd.rank import CONFIG
 
@@ -31,10 +31,11 @@ def checkpoint(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=DEBIANS)
-def story(request: pytest.FixtureRequest, builds: Builds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(
+    request: pytest.FixtureRequest, builds: Builds, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Story]:
     """A bare host, booted."""
-    real = request.param == "packages-13"
-    side: Side = Sglang(request.getfixturevalue("checkpoint")) if real else Standin()
+    side = Sglang(checkpoint)
     host = AptHost(request.param, tmp_path_factory.mktemp("empty"), (*side.readable, builds.folder))
     with told(host, side) as story:
         yield story
