@@ -24,8 +24,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.gpu import rig
 from tests.models.kinds import KINDS
 
@@ -113,7 +111,7 @@ def _compare(kind: str, work: Path, seconds: float) -> Outcome:
             [*command, "--model-path", model, *options],
             stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=rig.variables(), start_new_session=True,
         )  # fmt: skip
-        late = _wait(process, seconds)
+        late = rig.ended_late(process, seconds, GRACE_SECONDS)
         out.seek(0)
         printed = out.read()
     shutil.rmtree(model, ignore_errors=True)
@@ -140,24 +138,6 @@ def steps(kept: Path) -> dict[str, dict[str, float]]:
             if match := pattern.search((kept / log).read_text(errors="replace")):
                 found[name] = dict(json.loads(match[1].replace("'", '"')))
     return found
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for its end; a process that takes longer is interrupted, so that it ends what it started. True if so."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-        return False
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    return True
 
 
 def _decoded(printed: str) -> dict[str, Any]:

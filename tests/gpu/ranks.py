@@ -24,8 +24,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.gpu import rig
 from tests.gpu.layouts import LAYOUTS, chosen
 from tests.gpu.story import DEFAULT, STEPS
@@ -106,7 +104,7 @@ def _run(layout: str, folder: Path, seconds: float, options: Sequence[str]) -> O
             env=rig.variables(),
             preexec_fn=end_with_parent,  # Ctrl-C reaches it by itself, and then it ends in order
         )
-        late = _wait(process, seconds)
+        late = rig.ended_late(process, seconds, GRACE_SECONDS)
     result: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         result = json.loads((folder / "result.json").read_text())
@@ -116,24 +114,6 @@ def _run(layout: str, folder: Path, seconds: float, options: Sequence[str]) -> O
     word = "late" if late else "failed" if failed else "wrong" if broken else "ok"
     said = "; ".join(filter(None, (broken, failed)))
     return Outcome(layout, word, said, done=result.get("done", []), figures=result.get("figures", {}))
-
-
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Wait for its end; a process that takes longer is interrupted, so that it ends what it started. True if so."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-        return False
-    family = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for member in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    return True
 
 
 def _shown(value: Any) -> str:

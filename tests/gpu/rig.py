@@ -358,3 +358,24 @@ def wait_for(condition: Any, seconds: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {seconds} s for {what}")
         time.sleep(0.02)
+
+
+def ended_late(process: subprocess.Popen[bytes], seconds: float, grace: float) -> bool:
+    """Wait for its end; a process that takes longer is interrupted, so that it ends what it started. True if so.
+
+    It has ``grace`` seconds for that.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+        return False
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    return True
