@@ -15,12 +15,16 @@ import pytest
 
 SECONDS = 30.0
 
+KEEP_STATUS = 'trap : INT; "$@"; echo $? > "$0.new"; mv "$0.new" "$0"'
+"""For sh: leave the exit status of a command in a file. tmux 3.3a often does not reap a command, and then never tells."""
+
 
 class Terminal:
     """One window of a tmux server of its own."""
 
-    def __init__(self, socket: Path) -> None:
+    def __init__(self, socket: Path, status: Path) -> None:
         self._socket = socket
+        self._status = status
 
     def tmux(self, *arguments: str) -> str:
         """Run a command of this server."""
@@ -47,12 +51,11 @@ class Terminal:
     def status(self, seconds: float = SECONDS) -> int:
         """Wait until the command has ended; its exit status."""
         deadline = time.monotonic() + seconds
-        # The end of the output is seen first, the status a moment later.
-        while len(told := self.tmux("display", "-p", "-t", "0", "#{pane_dead} #{pane_dead_status}").split()) < 2:
+        while not self._status.exists():
             if time.monotonic() > deadline:
                 raise AssertionError(f"the command has not ended after {seconds:g} s:\n{self.screen()}")
             time.sleep(0.1)
-        return int(told[1])
+        return int(self._status.read_text())
 
     def lacks(self, word: str, seconds: float = SECONDS) -> str:
         """Wait until ``word`` is not on the screen any more and return it."""
@@ -83,13 +86,14 @@ def terminal(
             pytest.fail("tmux is missing (apt install tmux)", pytrace=False)
         pytest.skip("needs tmux (apt install tmux)")
     folder = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
-    window = Terminal(folder / "tmux")
+    window = Terminal(folder / "tmux", folder / "status")
     settings = [word for name, value in (environment or {}).items() for word in ("-e", f"{name}={value}")]
     try:
         size = ("-x", str(columns), "-y", str(lines))
         window.tmux("new-session", "-d", *size, *settings, "sleep 600")
         window.tmux("set-option", "-g", "remain-on-exit", "on")
-        window.tmux("respawn-pane", "-k", "-t", "0", *settings, *map(str, command))
+        kept = ["sh", "-c", KEEP_STATUS, str(folder / "status"), *map(str, command)]
+        window.tmux("respawn-pane", "-k", "-t", "0", *settings, *kept)
         yield window
     finally:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
