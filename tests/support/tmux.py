@@ -16,7 +16,7 @@ import pytest
 SECONDS = 30.0
 
 KEEP_STATUS = 'trap : INT; "$@"; echo $? > "$0.new"; mv "$0.new" "$0"'
-"""For sh: leave the exit status of a command in a file. tmux 3.3a often does not reap a command, and then never tells."""
+"""For sh: leave a command's exit status in a file. tmux 3.3a often does not reap a command, and never tells then."""
 
 
 class Terminal:
