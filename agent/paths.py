@@ -78,3 +78,22 @@ def user_runtime_dir() -> Path:
     if base := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "weightcache"
     return Path(tempfile.gettempdir()) / f"weightcache-{os.getuid()}"
+
+
+def state_dir() -> Path:
+    """What this user's launches remember of each other: $WEIGHTCACHE_STATE_DIR, or root's, or the user's own."""
+    return _own("WEIGHTCACHE_STATE_DIR", Path("/var/lib/weightcache"), "XDG_STATE_HOME", ".local/state")
+
+
+def cache_dir() -> Path:
+    """What can be made again, at the price of time: $WEIGHTCACHE_CACHE_DIR, or root's, or the user's own."""
+    return _own("WEIGHTCACHE_CACHE_DIR", Path("/var/cache/weightcache"), "XDG_CACHE_HOME", ".cache")
+
+
+def _own(variable: str, system: Path, xdg: str, below_home: str) -> Path:
+    if chosen := os.environ.get(variable):
+        return Path(chosen)
+    if os.geteuid() == 0:
+        return system
+    base = os.environ.get(xdg, "")
+    return (Path(base) if base.startswith("/") else Path.home() / below_home) / "weightcache"

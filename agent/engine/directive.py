@@ -37,6 +37,7 @@ class Directive:
     its own load to an empty agent. ``group`` names this launch. ``inventory`` is a directory that an engine writes the
     inventory of its loaded models to (weightcache.parity). ``unproven`` says whether a loader refuses methods without
     evidence, checks what it loaded (weightcache.engine.selfcheck) or allows them (for a comparison that follows).
+    ``levers`` are what may shorten an engine's start (weightcache.launch.arguments.LEVERS).
     """
 
     purpose: Literal["engine", "loader"]
@@ -52,6 +53,7 @@ class Directive:
     arena_bytes: int = 0
     inventory: str = ""
     unproven: Literal["refuse", "check", "allow"] = "refuse"
+    levers: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """The variables that carry this directive."""

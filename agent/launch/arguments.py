@@ -17,7 +17,10 @@ MODE = "--weight-cache-mode"
 MODE_SHORTEST = "--weight-cache-m"
 """argparse accepts abbreviations: this is the shortest one that SGLang itself takes for MODE."""
 
-VALUES = ("--wcache-on-mismatch", "--wcache-wait", "--wcache-runtime-dir", "--wcache-config", "--wcache-python")
+VALUES = (
+    "--wcache-on-mismatch", "--wcache-wait", "--wcache-runtime-dir", "--wcache-config", "--wcache-python",
+    "--wcache-without",
+)  # fmt: skip
 FLAGS = ("--wcache-explain", "--wcache-unproven", "--wcache-help")
 OWN = (*VALUES, *FLAGS)
 
@@ -25,6 +28,10 @@ Mode = Literal["daemon", "client", "off"]
 OnMismatch = Literal["fallback", "evict", "error"]
 MODES: tuple[Mode, ...] = ("daemon", "client", "off")
 REACTIONS: tuple[OnMismatch, ...] = ("fallback", "evict", "error")
+
+Lever = Literal["caches", "graphs", "warmup", "workers"]
+LEVERS: tuple[Lever, ...] = ("caches", "graphs", "warmup", "workers")
+"""What makes a start shorter, besides the weights: each can be switched off on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,7 @@ class Options:
     config: Path | None = None
     python: str = ""
     unproven: bool = False
+    without: tuple[Lever, ...] = ()
     help: bool = False
     sglang: tuple[str, ...] = ()
 
@@ -46,6 +54,11 @@ class Options:
     def reaction(self) -> OnMismatch:
         """What to do when the engine cannot attach: in daemon mode a second copy would not fit, so never fall back."""
         return "error" if self.mode == "daemon" else self.on_mismatch or "fallback"
+
+    @property
+    def levers(self) -> tuple[Lever, ...]:
+        """What may shorten this start."""
+        return tuple(lever for lever in LEVERS if lever not in self.without)
 
 
 def split(argv: Sequence[str]) -> Options:
@@ -119,6 +132,8 @@ def _own(options: Options, name: str, value: str, given: bool) -> Options:
             if value == reaction:
                 return replace(options, on_mismatch=reaction)
         raise UsageError(f"--wcache-on-mismatch is fallback, evict or error, not {value!r}")
+    if name == "--wcache-without":
+        return replace(options, without=(*options.without, *_levers(value)))
     if name == "--wcache-wait":
         return replace(options, wait_seconds=_seconds(value))
     if not value:
@@ -128,6 +143,13 @@ def _own(options: Options, name: str, value: str, given: bool) -> Options:
     if name == "--wcache-config":
         return replace(options, config=Path(value).absolute())
     return replace(options, python=value)
+
+
+def _levers(text: str) -> tuple[Lever, ...]:
+    chosen = [word.strip() for word in text.split(",")]
+    if unknown := [word for word in chosen if word not in LEVERS]:
+        raise UsageError(f"--wcache-without takes {', '.join(LEVERS)}, separated by commas, not {unknown[0]!r}")
+    return tuple(lever for lever in LEVERS if lever in chosen)
 
 
 def _seconds(text: str) -> float:

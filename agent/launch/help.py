@@ -22,6 +22,11 @@ as its supervisor: signals and the exit status are passed through, one line a ra
   --wcache-explain=full         start the engine up to its decision and print every differing field
   --wcache-unproven             daemon mode: hold the model although no run has proven its methods; what an engine would
                                 get is compared with what was loaded, bit by bit, in every load
+  --wcache-without LEVERS       do not use these to shorten the start, separated by commas:
+                                caches: compiled kernels are kept in a directory for this environment alone
+                                graphs: prefill graphs are captured after the first answers, when the engine is idle
+                                warmup: no warm-up requests when the same start succeeded before
+                                workers: (restart mode) the next engine's processes have imported SGLang already
   --wcache-runtime-dir DIR      where the agents' sockets are (else $WEIGHTCACHE_RUNTIME_DIR, else the configuration's,
                                 else /run/weightcache, else below $XDG_RUNTIME_DIR)
   --wcache-config FILE          the configuration (else /etc/weightcache/weightcache.toml where it exists)

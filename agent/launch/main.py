@@ -62,7 +62,9 @@ def _main(argv: Sequence[str]) -> int:
     strict = options.reaction == "error"
     port = launch.number("port", session.DEFAULT_PORT)
     plan = session.Launch(python, options.sglang, directive, strict, port, _local_ranks(launch))
-    return session.explain(plan) if options.explain else session.serve(plan)
+    if options.explain:
+        return session.explain(plan)
+    return session.leave(session.serve(plan).status)
 
 
 def _of_this_launch(found: sockets.Agents, launch: Given, ask_driver: bool) -> sockets.Agents:
@@ -160,4 +162,5 @@ def _directive(options: Options, config: Config, launch: Given, python: str) -> 
         wait_seconds=options.wait_seconds or 0.0,
         donate=not strict and not from_disk and not options.explain,
         from_disk=from_disk,
+        levers=options.levers,
     )

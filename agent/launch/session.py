@@ -39,6 +39,8 @@ class Launch:
     port: int | None = DEFAULT_PORT
     ranks: int = 1
     """How many ranks of this launch are on this host."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What the server's environment gets besides the directive."""
 
     @property
     def command(self) -> list[str]:
@@ -46,9 +48,9 @@ class Launch:
         return [self.python, "-m", "sglang.launch_server", *self.arguments]
 
 
-def environment(operator: Mapping[str, str], directive: Directive) -> dict[str, str]:
+def environment(operator: Mapping[str, str], launch: Launch) -> dict[str, str]:
     """The operator's environment plus exactly what this launch adds, without what is only for a comparison's loader."""
-    result = {**operator, **directive.environment()}
+    result = {**operator, **launch.variables, **launch.directive.environment()}
     result.pop(UNPROVEN_VARIABLE, None)
     chosen = operator.get(PLUGINS, "")
     if chosen and proof.PLUGIN not in (name.strip() for name in chosen.split(",")):
@@ -97,7 +99,7 @@ class _Watcher:
 
 def complain(launch: Launch, reports: list[Report], serving: bool) -> None:
     """Say loudly that nobody said how the weights came, and what to do."""
-    env = environment(os.environ, launch.directive)
+    env = environment(os.environ, launch)
     what = (
         "the server serves, but not through weightcache: its weights were loaded from disk"
         if serving
@@ -106,20 +108,36 @@ def complain(launch: Launch, reports: list[Report], serving: bool) -> None:
     say(f"WARNING: {what}; {proof.cause(reports, launch.python, env)}")
 
 
-def serve(launch: Launch) -> int:
-    """Run the server and return the launcher's exit status (or die by the signal that ended the server)."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How a server ended. ``status``: the launcher's exit status, or minus the number of the signal that ended it."""
+
+    status: int
+    interrupted: bool
+    """Whether a signal that the launcher passed on asked for it."""
+    weights: bool
+    """Whether every rank of this host came so far that it had weights."""
+
+
+def serve(launch: Launch, start: supervisor.Starter = supervisor.fresh) -> Served:
+    """Run the server until it ends."""
     with Receiver() as receiver:
         launch = replace(launch, directive=replace(launch.directive, report=str(receiver.path)))
         watcher = _Watcher(launch)
-        ended = _run(launch, receiver, watcher)
+        ended = _run(launch, receiver, watcher, start)
         if watcher.failed is not None and not launch.strict and not ended.interrupted:
             reason = watcher.failed.message or watcher.failed.code or "attaching failed"
             say("starting the server again, from disk (this happens once)")
             again = replace(launch.directive, from_disk=reason, group=uuid.uuid4().hex)
             launch = replace(launch, directive=again)
             watcher = _Watcher(launch)
-            ended = _run(launch, receiver, watcher)
+            ended = _run(launch, receiver, watcher, start)
         status = _status(launch, watcher, ended)
+    return Served(status, ended.interrupted, not proof.missing(watcher.reports))
+
+
+def leave(status: int) -> int:
+    """The launcher's exit status; or it dies by the signal that ended the server."""
     return die_by(-status) if status < 0 else status
 
 
@@ -128,10 +146,10 @@ def explain(launch: Launch) -> int:
     with Receiver() as receiver:
         launch = replace(launch, directive=replace(launch.directive, report=str(receiver.path), explain=True))
         watcher = _Watcher(launch)
-        ended = _run(launch, receiver, watcher)
+        ended = _run(launch, receiver, watcher, supervisor.fresh)
     explained = [report for report in watcher.reports if isinstance(report, Decision)]
     if ended.interrupted:
-        return die_by(-ended.status) if ended.status < 0 else ended.status or 1
+        return leave(ended.status) or 1
     if not explained:
         complain(launch, watcher.reports, serving=False)
         return AgentUnavailable.exit_status
@@ -142,9 +160,9 @@ def explain(launch: Launch) -> int:
     return 0 if equal else 1
 
 
-def _run(launch: Launch, receiver: Receiver, watcher: _Watcher) -> supervisor.Ended:
-    env = environment(os.environ, launch.directive)
-    return supervisor.run(launch.command, env, receiver, watcher, launch.port)
+def _run(launch: Launch, receiver: Receiver, watcher: _Watcher, start: supervisor.Starter) -> supervisor.Ended:
+    env = environment(os.environ, launch)
+    return supervisor.run(launch.command, env, receiver, watcher, launch.port, start)
 
 
 def _status(launch: Launch, watcher: _Watcher, ended: supervisor.Ended) -> int:

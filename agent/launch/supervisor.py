@@ -6,6 +6,7 @@ import os
 import selectors
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +25,37 @@ if TYPE_CHECKING:
 SERVING_POLL = 1.0
 KILL_TIMEOUT = 60.0
 """A process with gigabytes on a GPU takes its time to go away."""
+
+
+class Child(Protocol):
+    """The server's main process, a child of this one; the face of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int:
+        """Its number, valid until ``wait`` returned."""
+
+    def poll(self) -> int | None:
+        """Its exit status, or minus the signal's number; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, once it has ended. Raises subprocess.TimeoutExpired."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal."""
+
+
+Starter = Callable[["Sequence[str]", "Mapping[str, str]", Callable[[], None]], Child]
+"""Starts a command under an environment; the last argument has to run in the child before the command does."""
+
+
+def fresh(command: Sequence[str], environment: Mapping[str, str], setup: Callable[[], None]) -> Child:
+    """Start ``command`` as a new process. Raises UsageError."""
+    try:
+        return subprocess.Popen(command, env=dict(environment), preexec_fn=setup)
+    except OSError as error:
+        raise UsageError(f"{command[0]} cannot be started ({error.strerror})") from None
+    except subprocess.SubprocessError:
+        raise UsageError(f"{command[0]} cannot be started") from None
 
 
 class Watcher(Protocol):
@@ -51,16 +83,16 @@ class Ended:
 
 
 def run(
-    command: Sequence[str], environment: Mapping[str, str], receiver: Receiver, watcher: Watcher, port: int | None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    receiver: Receiver,
+    watcher: Watcher,
+    port: int | None,
+    start: Starter = fresh,
 ) -> Ended:
     """Run ``command`` until it ends. Raises UsageError if it cannot be started."""
     with SignalEvents() as signals, selectors.DefaultSelector() as selector:
-        try:
-            child = subprocess.Popen(command, env=dict(environment), preexec_fn=signals.child_setup())
-        except OSError as error:
-            raise UsageError(f"{command[0]} cannot be started ({error.strerror})") from None
-        except subprocess.SubprocessError:
-            raise UsageError(f"{command[0]} cannot be started") from None
+        child = start(command, environment, signals.child_setup())
         run_ = _Run(child, receiver, watcher, port)
         try:
             pidfd = os.pidfd_open(child.pid)
@@ -76,7 +108,7 @@ def run(
 
 
 class _Run:
-    def __init__(self, child: subprocess.Popen[bytes], receiver: Receiver, watcher: Watcher, port: int | None) -> None:
+    def __init__(self, child: Child, receiver: Receiver, watcher: Watcher, port: int | None) -> None:
         self.child = child
         self.receiver = receiver
         self.watcher = watcher
