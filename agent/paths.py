@@ -81,19 +81,22 @@ def user_runtime_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """What this user's launches remember of each other: $WEIGHTCACHE_STATE_DIR, or root's, or the user's own."""
-    return _own("WEIGHTCACHE_STATE_DIR", Path("/var/lib/weightcache"), "XDG_STATE_HOME", ".local/state")
+    """What this user's launches remember of each other: $WEIGHTCACHE_STATE_DIR, else a unit's StateDirectory=, else below
+    $XDG_STATE_HOME.
+    """
+    return _own("WEIGHTCACHE_STATE_DIR", "STATE_DIRECTORY", "XDG_STATE_HOME", ".local/state")
 
 
 def cache_dir() -> Path:
-    """What can be made again, at the price of time: $WEIGHTCACHE_CACHE_DIR, or root's, or the user's own."""
-    return _own("WEIGHTCACHE_CACHE_DIR", Path("/var/cache/weightcache"), "XDG_CACHE_HOME", ".cache")
+    """What can be made again at the price of time, such as compiled code, which nobody else may be able to write:
+    $WEIGHTCACHE_CACHE_DIR, else a unit's CacheDirectory=, else below $XDG_CACHE_HOME.
+    """
+    return _own("WEIGHTCACHE_CACHE_DIR", "CACHE_DIRECTORY", "XDG_CACHE_HOME", ".cache")
 
 
-def _own(variable: str, system: Path, xdg: str, below_home: str) -> Path:
-    if chosen := os.environ.get(variable):
-        return Path(chosen)
-    if os.geteuid() == 0:
-        return system
+def _own(variable: str, unit: str, xdg: str, below_home: str) -> Path:
+    for name in (variable, unit):
+        if chosen := os.environ.get(name, "").partition(":")[0]:
+            return Path(chosen).absolute()
     base = os.environ.get(xdg, "")
     return (Path(base) if base.startswith("/") else Path.home() / below_home) / "weightcache"
