@@ -81,8 +81,8 @@ def user_runtime_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """What launches of this user remember of each other: $WEIGHTCACHE_STATE_DIR, else a unit's StateDirectory=, else below
-    $XDG_STATE_HOME.
+    """What launches of one user remember of each other: $WEIGHTCACHE_STATE_DIR, else a unit's StateDirectory=, else
+    below $XDG_STATE_HOME.
     """
     return _own("WEIGHTCACHE_STATE_DIR", "STATE_DIRECTORY", "XDG_STATE_HOME", ".local/state")
 
