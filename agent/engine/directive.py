@@ -37,7 +37,8 @@ class Directive:
     its own load to an empty agent. ``group`` names this launch. ``inventory`` is a directory that an engine writes the
     inventory of its loaded models to (weightcache.parity). ``unproven`` says whether a loader refuses methods without
     evidence, checks what it loaded (weightcache.engine.selfcheck) or allows them (for a comparison that follows).
-    ``levers`` are what may shorten an engine's start (weightcache.launch.arguments.LEVERS).
+    ``levers`` are what may shorten an engine's start (weightcache.launch.arguments.LEVERS); ``warmed`` is a file that
+    exists when the same start succeeded before (weightcache.engine.warmup).
     """
 
     purpose: Literal["engine", "loader"]
@@ -54,6 +55,7 @@ class Directive:
     inventory: str = ""
     unproven: Literal["refuse", "check", "allow"] = "refuse"
     levers: tuple[str, ...] = ()
+    warmed: str = ""
 
     def environment(self) -> dict[str, str]:
         """The variables that carry this directive."""

@@ -33,7 +33,7 @@ def setup() -> None:
     if adapter.SCHEDULER_MODULE in sys.modules:
         _register_scheduler(directive)
     elif multiprocessing.parent_process() is None:
-        _register(adapter.LOAD_PLUGINS, _when_everything_is_imported)
+        _register(adapter.LOAD_PLUGINS, _when_everything_is_imported(directive))
         directives.send_report(directive, directives.PluginReady(os.getpid(), "main", adapter.version()))
 
 
@@ -43,17 +43,29 @@ def _register(target: str, hook: Callable[..., Any]) -> None:
     HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def _when_everything_is_imported(original: Callable[[], None]) -> None:
+def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
     """SGLang calls load_plugins again just before it launches; by then the HTTP side is imported and can be hooked."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from weightcache.engine import adapter, refusals
+    def around(original: Callable[[], None]) -> None:
+        from sglang.srt.plugins.hook_registry import HookRegistry
 
-    original()
-    if adapter.TOKENIZER_CONTROL.rpartition(".")[0] in sys.modules:
-        for verb in ("release_memory_occupation", "resume_memory_occupation"):
-            _register(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))
+        from weightcache.engine import adapter, refusals
+
+        original()
+        if adapter.TOKENIZER_CONTROL.rpartition(".")[0] in sys.modules:
+            for verb in ("release_memory_occupation", "resume_memory_occupation"):
+                _register(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))
+        _register_warmup(directive)
         HookRegistry.apply_hooks()
+
+    return around
+
+
+def _register_warmup(directive: Directive) -> None:
+    from weightcache.engine import adapter_server, warmup
+
+    if warmup.LEVER in directive.levers and directive.warmed and adapter_server.HTTP_SERVER in sys.modules:
+        _register(adapter_server.WAIT_AND_WARMUP, warmup.hook(Path(directive.warmed)))
 
 
 def _register_scheduler(directive: Directive) -> None:
@@ -76,6 +88,19 @@ def _register_scheduler(directive: Directive) -> None:
     for target, hook in hooks.items():
         _register(target, hook)
     _expected.update(hooks)
+    _register_late_graphs(directive)
+
+
+def _register_late_graphs(directive: Directive) -> None:
+    """A lever, which no engine depends on: not among the hooks that have to take."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from weightcache.engine import late_graphs
+
+    if directive.purpose == "engine" and late_graphs.LEVER in directive.levers:
+        late = late_graphs.Late(lambda targets: targets <= HookRegistry._patched)
+        for target, hook in late.hooks().items():
+            _register(target, hook)
 
 
 _expected: set[str] = set()

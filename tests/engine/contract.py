@@ -24,7 +24,7 @@ from torch import nn
 import weightcache
 from tests.support.layouts import LAYOUTS
 from weightcache.deployment import Deployment
-from weightcache.engine import adapter, evidence, gate, refusals
+from weightcache.engine import adapter, adapter_graphs, adapter_server, evidence, gate, refusals
 from weightcache.errors import UnsupportedMethod
 from weightcache.launch import arguments, server_only, sglang_options
 
@@ -83,6 +83,10 @@ def targets() -> Iterator[str]:
         adapter.RUN_EVENT_LOOP,
         adapter.ENABLE_OWN_CACHE,
         adapter.LOAD_PLUGINS,
+        adapter_graphs.CAPTURE_PREFILL,
+        adapter_graphs.PREFILL_CAPTURE,
+        adapter_graphs.ON_IDLE,
+        adapter_server.WAIT_AND_WARMUP,
         *(f"{adapter.WEIGHT_UPDATER}.{verb}" for verb in verbs),
         *(f"{adapter.TOKENIZER_CONTROL}.{verb}" for verb in verbs if verb.endswith("memory_occupation")),
     ]

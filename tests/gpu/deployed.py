@@ -102,7 +102,9 @@ class Node:
 
     def engine(self, log: Path, options: tuple[str, ...], meet: int, environment: Mapping[str, str]) -> Engine:
         """This node's part of an engine, under ``wcache-launch``."""
-        command = [sys.executable, "-m", "weightcache.launch", *options, "--wcache-config", str(self.config)]
+        # Tokens of different engines are compared: all of them have to capture the same graphs before they answer.
+        command = [sys.executable, "-m", "weightcache.launch", "--wcache-without", "graphs", *options]
+        command += ["--wcache-config", str(self.config)]
         arguments, own = list(self.layout.engine), self.variables()
         if self.layout.nodes > 1:
             arguments += ["--nnodes", str(self.layout.nodes), "--node-rank", str(self.number)]

@@ -265,7 +265,8 @@ def top(agent: Agent, *arguments: str) -> str:
 
 def engine(log: Path, *options: str, directory: Path | None = None, extra: Sequence[str] = ()) -> Engine:
     """An engine through ``wcache-launch`` with ``options`` of the launcher and ``extra`` options of SGLang."""
-    command = [sys.executable, "-m", "weightcache.launch", *options]
+    # Tokens of different engines are compared: all of them have to capture the same graphs before they answer.
+    command = [sys.executable, "-m", "weightcache.launch", "--wcache-without", "graphs", *options]
     if directory is not None:
         command += ["--wcache-runtime-dir", str(directory)]
     rig = profile()

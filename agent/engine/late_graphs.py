@@ -1,0 +1,155 @@
+"""Prefill graphs are captured after the first answers, while the engine is idle, instead of before them.
+
+Decode graphs take a second, prefill graphs of a model for one GPU more than ten. Until they are there prefill runs
+eagerly: the same kernels, launched one by one, on batches that are not padded, so that the low-order bits of a result
+may differ before and after. One size is captured at a time, and a request that comes meanwhile waits for that one only.
+Nothing of the engine's arguments or of its KV pool changes, which has left room for the graphs.
+
+All ranks do the same in the same step: a rank that captures waits for the others inside collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightcache.engine import adapter_graphs as sglang, state
+
+logger = logging.getLogger(__name__)
+
+LEVER = "graphs"
+QUIET_SECONDS = 1.0
+"""How long nothing ran before a size is captured."""
+UNASKED_SECONDS = 10.0
+"""The same for an engine that has not run anything yet: the first request is about to come."""
+ROOM_BYTES = 5 << 30
+"""What has to be free. More than the 4 GiB below which SGLang itself makes none, each rank for itself."""
+
+
+@dataclass(slots=True)
+class Late:
+    """The capture that waits in this process, and how far it is. ``took`` says whether all of these hooks took."""
+
+    took: Callable[[AbstractSet[str]], bool]
+    model_runner: Any = None
+    """Whose prefill graphs wait; None: nobody's."""
+    preparing: bool = False
+    prefill: Any = None
+    """Its runner of prefill graphs, once it is made and until all its graphs are captured."""
+    left: list[int] = field(default_factory=list)
+    """Sizes (numbers of tokens) that are not captured yet, the largest one last."""
+    output: Any = None
+    free_before: int = 0
+    seconds: float = 0.0
+    batches: int = 0
+    active: float = 0.0
+    """When something ran last."""
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """What is hooked in a scheduler."""
+        return {
+            sglang.CAPTURE_PREFILL: self.around_capture_prefill,
+            sglang.PREFILL_CAPTURE: self.around_capture,
+            sglang.ON_IDLE: self.around_on_idle,
+        }
+
+    def around_capture_prefill(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Answer that there are no graphs, once, and remember whose they are."""
+        model_runner = kwargs.get("model_runner")
+        if model_runner is None or self.model_runner is not None or not sglang.captures_prefill(model_runner):
+            return original(*args, **kwargs)
+        if not self.took(self.hooks().keys()):
+            return original(*args, **kwargs)
+        why = "" if state.process.shares_weights else "the weights came from disk"
+        if why := why or sglang.why_at_once(model_runner):
+            logger.info("weightcache: prefill graphs are captured now, before the first answer: %s", why)
+            return original(*args, **kwargs)
+        self.model_runner, self.active = model_runner, time.monotonic()
+        logger.info(
+            "weightcache: prefill graphs will be captured when the engine is idle; prefill runs eagerly till then"
+        )
+        return sglang.no_graphs()
+
+    def around_capture(self, original: Callable[..., Any], runner: Any) -> Any:
+        """Make the runner without its graphs."""
+        return None if self.preparing else original(runner)
+
+    def around_on_idle(self, original: Callable[..., Any], scheduler: Any) -> Any:
+        """Take one step, if there is one to take."""
+        if self.model_runner is None:
+            return original(scheduler)
+        self.step(scheduler)
+        if self.left:
+            with sglang.awake(scheduler):
+                return original(scheduler)
+        return original(scheduler)
+
+    def step(self, scheduler: Any) -> None:
+        """Make the runner, or capture one size, if all ranks have been idle for long enough."""
+        if not sglang.all_ranks(self._quiet(scheduler)):
+            return
+        started = time.monotonic()
+        try:
+            if self.prefill is None:
+                self._prepare()
+            else:
+                self._capture(self.left.pop())
+        except Exception as error:
+            if not sglang.is_alone():
+                raise  # the other ranks wait in a collective
+            logger.warning("weightcache: capturing prefill graphs failed", exc_info=True)
+            self._give_up(f"{type(error).__name__}")
+        self.seconds += time.monotonic() - started
+        if self.prefill is not None and not self.left:
+            self._finish()
+
+    def _quiet(self, scheduler: Any) -> bool:
+        now, batches = time.monotonic(), sglang.batches(scheduler)
+        if batches != self.batches:
+            self.batches, self.active = batches, now
+        return sglang.is_idle(scheduler) and now - self.active >= (QUIET_SECONDS if batches else UNASKED_SECONDS)
+
+    def _prepare(self) -> None:
+        runner = self.model_runner
+        self.free_before = sglang.free_bytes(runner)
+        if not sglang.all_ranks(self.free_before >= ROOM_BYTES):
+            self._give_up(
+                f"{self.free_before / 1e9:.1f} GB are free on this rank, and {ROOM_BYTES / 1e9:.1f} are needed"
+            )
+            return
+        self.preparing = True
+        try:
+            runner.init_prefill_cuda_graph()
+        finally:
+            self.preparing = False
+        if not sglang.is_prefill_runner(runner.prefill_cuda_graph_runner):
+            self.model_runner = None  # SGLang has said why
+            return
+        self.prefill, runner.prefill_cuda_graph_runner = runner.prefill_cuda_graph_runner, None
+        self.left = sorted(self.prefill.capture_num_tokens)
+
+    def _capture(self, size: int) -> None:
+        # The largest one first: the others fit into the memory that it took.
+        with sglang.only(self.prefill, [size], self.output):
+            self.prefill.capture()
+        self.output = sglang.output_of(self.prefill)
+
+    def _finish(self) -> None:
+        runner, prefill = self.model_runner, self.prefill
+        taken = max(self.free_before - sglang.free_bytes(runner), 0) / 2**30
+        sglang.account(runner, taken, self.seconds)
+        runner.prefill_cuda_graph_runner = prefill
+        number = len(prefill.capture_num_tokens)
+        logger.info("weightcache: captured %d prefill graphs in %.1f s, %.2f GiB", number, self.seconds, taken)
+        self._forget()
+
+    def _give_up(self, why: str) -> None:
+        logger.warning("weightcache: no prefill graphs, prefill stays eager: %s", why)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.model_runner = self.prefill = self.output = None
+        self.left = []

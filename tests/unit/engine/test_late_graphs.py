@@ -1,0 +1,379 @@
+"""Prefill graphs that are captured later: what is asked of SGLang, in which order, and when nothing is deferred."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weightcache.engine import adapter, adapter_graphs, late_graphs, state
+
+SIZES = [4, 16, 64]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Backend:
+    """Of SGLang's breakable back end: the buffer that all graphs of one capture write to."""
+
+    def __init__(self) -> None:
+        self._shared_output_buffer: Any = None
+        self.graphs: dict[int, Any] = {}
+
+    def _alloc_full_buffer(self, size: int) -> object:
+        return [size]
+
+    def capture_session(self, sizes: list[int]) -> None:
+        self._shared_output_buffer = None
+        for size in reversed(sizes):
+            if self._shared_output_buffer is None:
+                self._shared_output_buffer = self._alloc_full_buffer(size)
+            self.graphs[size] = self._shared_output_buffer
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module in the place of SGLang's prefill_cuda_graph_runner, with what adapter_graphs replaces there."""
+    module: Any = types.ModuleType("fake_prefill_runner")
+    module.bars = []
+    module.collections = []
+
+    class Bar:
+        def __init__(self, sizes: list[int]) -> None:
+            module.bars.append(sizes)
+            self.sizes = sizes
+
+    @contextmanager
+    def freeze_gc(enabled: bool) -> Iterator[None]:
+        module.collections.append(enabled)
+        yield
+
+    class PrefillCudaGraphRunner:
+        def __init__(self) -> None:
+            self.capture_num_tokens = list(SIZES)
+            self.backend = Backend()
+            self.collecting: list[bool] = []
+            self.capture = self.real_capture
+
+        def real_capture(self) -> None:
+            with module.freeze_gc(False):
+                self.collecting.append(gc.isenabled())
+                shown = module.tqdm.tqdm(self.capture_num_tokens)
+                if hasattr(shown, "set_description"):
+                    shown.set_description("...")
+                self.backend.capture_session(self.capture_num_tokens)
+
+    PrefillCudaGraphRunner.__module__ = module.__name__
+    module.PrefillCudaGraphRunner = PrefillCudaGraphRunner
+    module.tqdm = SimpleNamespace(tqdm=Bar)
+    module.freeze_gc = freeze_gc
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(adapter_graphs, "is_prefill_runner", lambda runner: isinstance(runner, PrefillCudaGraphRunner))
+    monkeypatch.setattr(adapter_graphs, "no_graphs", lambda: SimpleNamespace(runner=None))
+    return module
+
+
+class Engine:
+    """A runner and its scheduler, as far as the capture looks at them, with the hooks where SGLang would call them."""
+
+    def __init__(self, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.free = 40 << 30
+        self.votes: list[bool] = []
+        self.others_agree = True
+        self.idle = True
+        self.forward_ct = 0
+        self.idle_sleeper: Any = SimpleNamespace(maybe_sleep=lambda: None)
+        self.slept: list[bool] = []
+        self.made = 0
+        self.runners = runners
+        self.server_args = SimpleNamespace(
+            cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
+        )
+        self.device, self.gpu_id, self.is_draft_worker = "cuda", 0, False
+        self.token_to_kv_pool = SimpleNamespace(post_capture_active=False)
+        self.graph_memory_usage = {"prefill": 0.0, "decode": 0.5}
+        self.graph_time_usage = {"prefill": 0.0, "decode": 1.0}
+        self.prefill_cuda_graph_runner: Any = None
+        self.late = late_graphs.Late(lambda targets: True)
+        self.world = 1
+        monkeypatch.setattr(late_graphs, "time", self.clock)
+        monkeypatch.setattr(adapter_graphs, "free_bytes", lambda _: self.free)
+        monkeypatch.setattr(adapter_graphs, "all_ranks", self._vote)
+        monkeypatch.setattr(adapter, "world", lambda: (0, self.world, None))
+        monkeypatch.setattr(state.process, "shares_weights", True)
+
+    def _vote(self, agreed: bool) -> bool:
+        self.votes.append(agreed)
+        return agreed and self.others_agree
+
+    def is_fully_idle(self) -> bool:
+        return self.idle
+
+    def start(self) -> Any:
+        return self.late.around_capture_prefill(self.capture_prefill_graph, model_runner=self, eager_runner=None)
+
+    def capture_prefill_graph(self, **_: Any) -> Any:
+        made = self.runners.PrefillCudaGraphRunner()
+        self.made += 1
+        real = made.real_capture
+        made.capture = lambda: self.late.around_capture(lambda _: real(), made)
+        made.capture()
+        return SimpleNamespace(runner=made)
+
+    def init_prefill_cuda_graph(self) -> None:
+        answer = self.late.around_capture_prefill(self.capture_prefill_graph, model_runner=self, eager_runner=None)
+        self.prefill_cuda_graph_runner = answer.runner
+
+    def turn(self, seconds: float = 0.01) -> None:
+        """One turn of an idle scheduler's loop."""
+        self.late.around_on_idle(lambda _: self.slept.append(self.idle_sleeper is not None), self)
+        self.clock.now += seconds
+
+    def answer(self) -> None:
+        self.forward_ct += 3
+
+
+@pytest.fixture
+def engine(runners: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    return Engine(runners, monkeypatch)
+
+
+def test_one_size_a_turn_after_a_quiet_second_and_all_at_once_in_use(engine: Engine) -> None:
+    assert engine.start().runner is None
+    assert engine.made == 0
+    engine.answer()
+    engine.turn(0.5)
+    engine.turn(0.6)
+    assert engine.made == 0
+    engine.turn()  # makes the runner
+    assert engine.made == 1
+    captured = engine.late.prefill.backend.graphs
+    for number in range(1, len(SIZES) + 1):
+        assert engine.prefill_cuda_graph_runner is None
+        engine.turn()
+        assert sorted(captured, reverse=True) == sorted(SIZES, reverse=True)[:number]
+    in_use = engine.prefill_cuda_graph_runner
+    assert in_use.capture_num_tokens == SIZES
+    assert set(in_use.backend.graphs) == set(SIZES)
+    engine.turn(100)
+    assert engine.made == 1
+    assert engine.late.model_runner is None
+
+
+def test_all_graphs_write_to_the_buffer_of_the_largest(engine: Engine) -> None:
+    engine.start()
+    engine.answer()
+    for _ in range(8):
+        engine.turn(1.1)
+    buffers = engine.prefill_cuda_graph_runner.backend.graphs.values()
+    assert [buffer == [max(SIZES)] for buffer in buffers] == [True] * len(SIZES)
+    assert len({id(buffer) for buffer in buffers}) == 1
+    assert "_alloc_full_buffer" not in vars(engine.prefill_cuda_graph_runner.backend)
+
+
+def test_a_request_comes_between_two_sizes(engine: Engine) -> None:
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    engine.turn()
+    engine.turn()
+    assert len(engine.late.left) == 2
+    engine.answer()
+    engine.turn(0.5)
+    engine.turn(0.4)
+    assert len(engine.late.left) == 2
+    engine.turn(0.2)
+    engine.turn()
+    assert len(engine.late.left) == 1
+
+
+def test_an_engine_that_nobody_asks_begins_later(engine: Engine) -> None:
+    engine.start()
+    engine.turn(late_graphs.UNASKED_SECONDS - 1)
+    engine.turn(2)
+    assert engine.made == 0
+    engine.turn()
+    assert engine.made == 1
+
+
+def test_it_sleeps_while_it_waits_and_not_while_sizes_are_left(engine: Engine) -> None:
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    for _ in range(len(SIZES) + 2):
+        engine.turn()
+    assert engine.slept == [True, *[False] * len(SIZES), True, True]
+
+
+def test_all_ranks_have_to_be_idle(engine: Engine) -> None:
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    engine.others_agree = False
+    engine.turn()
+    assert engine.votes == [False, True]
+    assert engine.made == 0
+    engine.others_agree, engine.idle = True, False
+    engine.turn()
+    assert engine.made == 0
+    engine.idle = True
+    engine.turn()
+    assert engine.made == 1
+
+
+@pytest.mark.parametrize(("free", "others"), [(late_graphs.ROOM_BYTES - 1, True), (1 << 40, False)])
+def test_without_room_prefill_stays_eager(
+    engine: Engine, free: int, others: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    engine.free = free
+    votes = iter([True, others and free >= late_graphs.ROOM_BYTES])
+    monkeypatch.setattr(adapter_graphs, "all_ranks", lambda agreed: agreed and next(votes))
+    engine.turn()
+    assert engine.made == 0
+    assert engine.late.model_runner is None
+    assert engine.prefill_cuda_graph_runner is None
+    assert "prefill stays eager" in caplog.text
+    engine.turn(100)  # asks no other rank any more
+
+
+def test_what_it_took_is_accounted(engine: Engine) -> None:
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    engine.turn()
+    engine.free -= 3 << 30
+    for _ in SIZES:
+        engine.turn()
+    assert engine.graph_memory_usage == {"prefill": 3.0, "decode": 0.5}
+    assert engine.graph_time_usage["decode"] == 1.0
+
+
+def test_neither_bars_nor_full_collections(engine: Engine) -> None:
+    engine.start()
+    engine.answer()
+    for _ in range(8):
+        engine.turn(1.1)
+    assert engine.runners.bars == []
+    assert engine.runners.collections == []
+    assert engine.prefill_cuda_graph_runner.collecting == [False] * len(SIZES)
+    assert gc.isenabled()
+    with engine.runners.freeze_gc(True):  # put back
+        assert engine.runners.collections == [True]
+
+
+def _fails(_: Any) -> None:
+    raise RuntimeError("capture failed")
+
+
+def test_a_failed_capture_leaves_an_engine_that_is_alone_as_it_was(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    engine.turn()
+    engine.late.prefill.backend.capture_session = _fails
+    engine.turn()
+    assert engine.prefill_cuda_graph_runner is None
+    assert engine.late.model_runner is None
+    assert "prefill stays eager: RuntimeError" in caplog.text
+
+
+def test_a_failed_capture_ends_an_engine_whose_other_ranks_wait(engine: Engine) -> None:
+    engine.world = 2
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    engine.turn()
+    engine.late.prefill.backend.capture_session = _fails
+    with pytest.raises(RuntimeError, match="capture failed"):
+        engine.turn()
+
+
+def test_sglang_may_still_decide_against_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    eager = object()
+    monkeypatch.setattr(engine, "capture_prefill_graph", lambda **_: SimpleNamespace(runner=eager))
+    engine.turn()
+    assert engine.prefill_cuda_graph_runner is eager
+    assert engine.late.model_runner is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda engine: setattr(engine.server_args, "speculative_algorithm", "EAGLE"), "speculative decoding"),
+        (lambda engine: setattr(engine.server_args, "enable_dp_attention", True), "data-parallel attention"),
+        (lambda engine: setattr(engine.server_args, "pp_size", 2), "pipeline parallelism"),
+        (lambda engine: setattr(engine.server_args, "enable_lora", True), "LoRA"),
+        (lambda engine: setattr(engine.server_args, "disaggregation_mode", "prefill"), "disaggregated"),
+        (lambda engine: setattr(engine.token_to_kv_pool, "post_capture_active", True), "KV pool"),
+        (lambda engine: setattr(state.process, "shares_weights", False), "came from disk"),
+    ],
+)
+def test_captured_at_once_and_said_why(
+    engine: Engine, change: Callable[[Engine], None], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    change(engine)
+    assert set(engine.start().runner.backend.graphs) == set(SIZES)
+    assert said in caplog.text
+    engine.turn(100)
+    assert engine.made == 1
+    assert engine.votes == []
+
+
+def test_switches_that_look_at_all_graphs_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_CUDA_GRAPH_DEDUP", "1")
+    assert engine.start().runner is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda engine: setattr(engine, "is_draft_worker", True),
+        lambda engine: setattr(engine, "device", "cpu"),
+        lambda engine: setattr(engine.server_args.cuda_graph_config.prefill, "backend", "disabled"),
+        lambda engine: setattr(engine.late, "took", lambda _: False),
+    ],
+)
+def test_what_is_none_of_its_business_is_left_alone(
+    engine: Engine, change: Callable[[Engine], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    change(engine)
+    assert engine.start().runner is not None
+    assert caplog.text == ""
+
+
+def test_a_world_of_one_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "world", lambda: (0, 1, None))
+    assert adapter_graphs.all_ranks(agreed=True)
+    assert not adapter_graphs.all_ranks(agreed=False)
+    assert adapter_graphs.is_alone()
+
+
+def test_the_sleeper_comes_back() -> None:
+    sleeper = object()
+    scheduler = SimpleNamespace(idle_sleeper=sleeper)
+    with adapter_graphs.awake(scheduler):
+        assert scheduler.idle_sleeper is None
+    assert scheduler.idle_sleeper is sleeper
