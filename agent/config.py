@@ -87,6 +87,18 @@ class ExporterConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CompiledConfig:
+    """[compiled]: what is kept of the kernels that engines compiled, for each user that starts engines.
+
+    A stamp is the directory of one environment: it goes when it was not used for ``keep_days``, and the oldest ones
+    while all together take more than ``max_bytes``; never the last used one, nor one in use.
+    """
+
+    max_bytes: Annotated[int, parse_size] = 20 * 2**30
+    keep_days: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
 class RankConfig:
     """[[rank]]: one rank and the UUID of its GPU (empty on the host backend)."""
 
@@ -109,6 +121,7 @@ class Config:
     memory: MemoryConfig = MemoryConfig()
     policy: PolicyConfig = PolicyConfig()
     exporter: ExporterConfig = ExporterConfig()
+    compiled: CompiledConfig = CompiledConfig()
     ranks: tuple[RankConfig, ...] = (RankConfig(0),)
     path: Path | None = None
 
@@ -121,6 +134,7 @@ SECTIONS: Mapping[str, type] = {
     "memory": MemoryConfig,
     "policy": PolicyConfig,
     "exporter": ExporterConfig,
+    "compiled": CompiledConfig,
     "rank": RankConfig,
 }
 """The tables of the file; ``rank`` is a list of tables."""
@@ -204,6 +218,7 @@ def _build(data: dict[str, Any], path: Path) -> Config:
         memory=decode(MemoryConfig, data.get("memory", {}), "memory"),
         policy=decode(PolicyConfig, data.get("policy", {}), "policy"),
         exporter=decode(ExporterConfig, data.get("exporter", {}), "exporter"),
+        compiled=decode(CompiledConfig, data.get("compiled", {}), "compiled"),
         ranks=_ranks(data),
         path=path,
     )

@@ -74,6 +74,9 @@ def _check_values(config: Config) -> None:
         parse_address(config.exporter.listen)
     except ValueError as error:
         raise DecodeError("exporter.listen", str(error)) from None
+    for name in ("max_bytes", "keep_days"):
+        if getattr(config.compiled, name) < 0:
+            raise DecodeError(f"compiled.{name}", f"must be 0 or greater, got {getattr(config.compiled, name):g}")
     size = config.memory.arena_bytes
     if size < 0 or size % GRANULARITY:
         raise DecodeError("memory.arena_bytes", f"must be 0 (automatic) or a multiple of 2 MiB, got {size}")

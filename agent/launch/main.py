@@ -15,7 +15,7 @@ from weightcache import config as configuration
 from weightcache.config import Config, RankConfig
 from weightcache.engine.directive import Directive
 from weightcache.errors import ConfigError, Mismatch, UsageError, WeightcacheError
-from weightcache.launch import daemon, decisions, explain, layout, session, sockets
+from weightcache.launch import caches, daemon, decisions, explain, layout, session, sockets
 from weightcache.launch.arguments import Options, split
 from weightcache.launch.console import say, write
 from weightcache.launch.help import HELP
@@ -64,7 +64,9 @@ def _main(argv: Sequence[str]) -> int:
     plan = session.Launch(python, options.sglang, directive, strict, port, _local_ranks(launch))
     if options.explain:
         return session.explain(plan)
-    return session.leave(session.serve(plan).status)
+    with caches.kept(options.levers, config.compiled, python) as variables:
+        served = session.serve(replace(plan, variables=variables))
+    return session.leave(served.status)
 
 
 def _of_this_launch(found: sockets.Agents, launch: Given, ask_driver: bool) -> sockets.Agents:

@@ -86,7 +86,7 @@ def test_old_mig_names_are_uuids_too() -> None:
     [
         ("[memry]", "memry", 'unknown key (did you mean "memory"?)'),
         ("[[ranks]]\nrank = 0", "ranks", 'did you mean "rank"'),
-        ("zzzz = 1", "zzzz", "known here: agent, loader, model, deployment, memory, policy, exporter, rank"),
+        ("zzzz = 1", "zzzz", "known here: agent, loader, model, deployment, memory, policy, exporter, compiled, rank"),
         ('[memory]\nbakend = "host"', "memory.bakend", 'did you mean "backend"'),
         ('[memory]\n"a b\\u001b" = 1', 'memory."a b\\u001b"', "unknown key"),
         ("[[rank]]\nrank = 0\ngpuu = 1", "rank[0].gpuu", 'did you mean "gpu"'),

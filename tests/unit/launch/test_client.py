@@ -15,6 +15,7 @@ import pytest
 from tests.unit.launch.support import ATTACHED, FINGERPRINT, alive, eventually, free_port, set_status
 from weightcache import transport
 from weightcache.checkpoint import identity
+from weightcache.compiled import places
 from weightcache.engine import directive
 from weightcache.errors import AgentUnavailable
 
@@ -49,6 +50,10 @@ def test_attach_is_told_on_one_line_a_rank(launcher, agent):
     assert after.pop("SGLANG_PLUGINS") == "other,weightcache"
     assert after.pop(directive.VARIABLE)
     before.pop("SGLANG_PLUGINS")
+    (compiled,) = Path(before["WEIGHTCACHE_CACHE_DIR"], "compiled").iterdir()
+    stay = json.loads((compiled / "stamp.json").read_text())["stay"]
+    for name, value in places.variables(compiled, before, stay).items():
+        assert after.pop(name) == value
     assert after == {k: v for k, v in before.items() if k not in ("LC_CTYPE", "PWD", "_")}
     assert not Path(told.report).parent.exists()
 

@@ -84,7 +84,7 @@ def test_ctrl_c_reaches_the_server_once(launcher):
         "open('count', 'w').write(str(len(n))); sys.exit(3)"
     )
     fake = launcher.directory / "python"
-    fake.write_text(f'#!/bin/sh\nexec {sys.executable} -c "$CODE"\n')
+    fake.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\nexec {sys.executable} -c "$CODE"\n')
     fake.chmod(0o755)
     launcher.environment["CODE"] = code
     pid, terminal = pty.fork()

@@ -1,0 +1,272 @@
+"""The directories of all stamps: made whole, used under a lock that ends with its holder, collected when out of use.
+
+DIRECTORY/STAMP/stamp.json    what the stamp stands for
+DIRECTORY/STAMP/lock          shared by the launchers that use it, exclusive for who removes it; its time: last use
+DIRECTORY/STAMP/...           one folder for each compiler
+DIRECTORY/.new-*, .gone-*     one that is being made, or removed, or was when its process was killed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from weightcache.compiled import places
+from weightcache.errors import PermissionRefused, WeightcacheError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from weightcache.compiled.stamp import Stamp
+    from weightcache.config import CompiledConfig
+
+NAME = "compiled"
+SCHEMA = 1
+LOCK_SECONDS = 5.0
+ABANDONED_SECONDS = 3600.0
+"""A directory that is being made is complete within milliseconds."""
+DAY = 86400.0
+
+_STAMP = re.compile(r"[0-9a-f]{16}")
+_MOST = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stamp's directory. ``facts`` is empty where its file cannot be read; ``used`` is a time of day."""
+
+    directory: Path
+    facts: Mapping[str, str] = field(default_factory=dict)
+    stay: tuple[str, ...] = ()
+    """The variables whose compilers keep writing where they did before weightcache came."""
+    used: float = 0.0
+
+    @property
+    def stamp(self) -> str:
+        """Its name."""
+        return self.directory.name
+
+
+@dataclass(slots=True)
+class Held:
+    """A directory in use, for as long as this is open or the process lives. Owns the descriptor of the lock."""
+
+    entry: Entry
+    fd: int
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+
+def open_store(cache: Path) -> Store:
+    """The store below a cache directory, which is made. Raises PermissionRefused."""
+    return Store(_private(_private(cache) / NAME))
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """All stamps of one user."""
+
+    root: Path
+
+    def hold(self, stamp: Stamp, environment: Mapping[str, str]) -> Held:
+        """Use the directory of ``stamp``, made if need be. Raises WeightcacheError."""
+        deadline = time.monotonic() + LOCK_SECONDS
+        target = self.root / stamp.digest
+        while True:
+            try:
+                if not target.is_dir():
+                    self._make(target, stamp, environment)
+                if (fd := _lock(target, fcntl.LOCK_SH)) is not None:
+                    os.utime(fd)
+                    return Held(read(target), fd)
+            except FileNotFoundError:
+                self.root.mkdir(mode=0o700, exist_ok=True)  # removed in this moment
+            except OSError as error:
+                raise WeightcacheError(f"{target} cannot be used ({error.strerror})") from None
+            if time.monotonic() > deadline:
+                raise WeightcacheError(f"{target} is being removed, and that does not end")
+            time.sleep(0.02)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All stamps, the one that was used last first."""
+        return tuple(sorted(map(read, self._directories()), key=lambda entry: (-entry.used, entry.stamp)))
+
+    def collect(self, limits: CompiledConfig, own: str = "") -> tuple[Entry, ...]:
+        """Remove what was not used for long, then the oldest until all fit; never the last used, nor one in use.
+
+        ``own`` is kept too. Costs nothing while there is one stamp. Returns what was removed.
+        """
+        self._tidy()
+        newest, *others = self.entries() or (None,)
+        others = [entry for entry in others if entry.stamp != own]
+        if newest is None or not others:
+            return ()
+        limit = time.time() - limits.keep_days * DAY
+        gone = [entry for entry in others if entry.used < limit and self.remove(entry)]
+        sizes = {entry.stamp: measure(entry.directory).bytes for entry in self.entries()}
+        for entry in reversed([entry for entry in others if entry not in gone]):
+            if sum(sizes.values()) <= limits.max_bytes:
+                break
+            if self.remove(entry):
+                sizes.pop(entry.stamp, None)
+                gone.append(entry)
+        return tuple(gone)
+
+    def remove(self, entry: Entry) -> bool:
+        """Remove one directory; False if it is in use or cannot be removed."""
+        try:
+            fd = _lock(entry.directory, fcntl.LOCK_EX)
+        except OSError:
+            return False
+        if fd is None:
+            return False
+        try:
+            gone = Path(tempfile.mkdtemp(prefix=f".gone-{entry.stamp}-", dir=self.root))
+            entry.directory.rename(gone)  # over an empty directory: one step
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        shutil.rmtree(gone, ignore_errors=True)
+        return True
+
+    def _directories(self) -> Iterator[Path]:
+        try:
+            with os.scandir(self.root) as found:
+                names = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            return
+        yield from (self.root / name for name in sorted(names) if _STAMP.fullmatch(name))
+
+    def _make(self, target: Path, stamp: Stamp, environment: Mapping[str, str]) -> None:
+        # A user's first stamp leaves full caches where they are: they would have to be compiled again elsewhere.
+        stay = () if next(self._directories(), None) else places.in_use_before(environment)
+        made = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
+        try:
+            text = json.dumps({"schema": SCHEMA, "facts": dict(stamp.facts), "stay": list(stay)}, indent=2) + "\n"
+            _write(made / "stamp.json", text)
+            _write(made / "lock", "")
+            with contextlib.suppress(FileExistsError):
+                made.rename(target)
+        except OSError as error:
+            if not target.is_dir():  # else another start was faster: ENOTEMPTY
+                raise error from None
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def _tidy(self) -> None:
+        """What killed processes left."""
+        for path in (*self.root.glob(".gone-*"), *self.root.glob(".new-*")):
+            with contextlib.suppress(OSError):
+                if path.name.startswith(".gone-") or time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What lies in a directory: regular files, and the bytes that they take on the disk."""
+
+    files: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(self.files + other.files, self.bytes + other.bytes)
+
+
+def measure(directory: Path) -> Measured:
+    """Count compiled files below ``directory``; what goes while this looks is not counted."""
+    files = size = 0
+    for path in walk(directory):
+        with contextlib.suppress(OSError):
+            size += path.lstat().st_blocks * 512
+            files += 1
+    return Measured(files, size)
+
+
+def walk(directory: Path) -> Iterator[Path]:
+    """The regular files below ``directory``, without the store's own two."""
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = Path(folder, name)
+            if folder == str(directory) and name in ("lock", "stamp.json"):
+                continue
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    yield path
+
+
+def read(directory: Path) -> Entry:
+    """What is known of a stamp's directory; garbage in it is no error."""
+    facts: dict[str, str] = {}
+    stay: tuple[str, ...] = ()
+    with contextlib.suppress(OSError, ValueError, RecursionError), (directory / "stamp.json").open("rb") as file:
+        found = json.loads(file.read(_MOST))
+        if isinstance(found, dict) and isinstance(found.get("facts"), dict):
+            facts = {str(name): str(value) for name, value in found["facts"].items()}
+            known = {place.variable for place in places.PLACES}
+            stay = tuple(name for name in found.get("stay", []) if isinstance(name, str) and name in known)
+    used = 0.0
+    for name in ("lock", "."):
+        with contextlib.suppress(OSError):
+            used = used or (directory / name).stat().st_mtime
+    return Entry(directory, facts, stay, used)
+
+
+def in_use(entry: Entry) -> bool:
+    """Whether a launcher holds it now."""
+    try:
+        fd = _lock(entry.directory, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    if fd is None:
+        return True
+    os.close(fd)
+    return False
+
+
+def _lock(directory: Path, kind: int) -> int | None:
+    """A descriptor that holds the directory's lock; None if others hold it, or it is no longer the directory's."""
+    path = directory / "lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), path.lstat()):
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
+
+
+def _private(path: Path) -> Path:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        raise PermissionRefused(f"{path} cannot be made ({error.strerror})") from None
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionRefused(f"{path} is not this user's alone to write, and what lies there is executed")
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w", encoding="utf-8") as file:
+        file.write(text)

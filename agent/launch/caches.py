@@ -1,0 +1,42 @@
+"""The lever ``caches``: compilers write into the directory of this environment, which stays in use for this start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from weightcache import paths
+from weightcache.compiled import places, stamp
+from weightcache.compiled.store import open_store
+from weightcache.errors import WeightcacheError
+from weightcache.launch.console import say
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from weightcache.config import CompiledConfig
+
+
+@contextlib.contextmanager
+def kept(levers: Sequence[str], limits: CompiledConfig, python: str) -> Iterator[Mapping[str, str]]:
+    """What the server's environment gets besides, with the directory held meanwhile; nothing where that cannot be.
+
+    A server that is started after its environment was changed needs another one: enter this for every start.
+    """
+    with contextlib.ExitStack() as stack:
+        variables: Mapping[str, str] = {}
+        if "caches" in levers:
+            try:
+                wanted = stamp.of(python)
+                store = open_store(paths.cache_dir())
+                held = stack.enter_context(store.hold(wanted, os.environ))
+                packaged = "flashinfer-cubin" in wanted.facts
+                variables = places.variables(held.entry.directory, os.environ, held.entry.stay, packaged)
+                for entry in store.collect(limits, held.entry.stamp):
+                    say(
+                        f"compiled kernels of {entry.directory} were removed: see max_bytes and keep_days in [compiled]"
+                    )
+            except WeightcacheError as error:
+                say(f"compiled kernels are kept where SGLang keeps them: {error.message}")
+        yield variables
