@@ -60,7 +60,7 @@ def why_at_once(model_runner: Any) -> str:
     for name in _SWITCHES:
         if os.environ.get(name, "").lower() in ("1", "true", "yes", "y"):
             return name
-    if getattr(model_runner.token_to_kv_pool, "post_capture_active", False):
+    if getattr(getattr(model_runner, "token_to_kv_pool", None), "post_capture_active", False):
         return "a KV pool that takes what the graphs leave"
     return ""
 

@@ -38,7 +38,8 @@ class Directive:
     inventory of its loaded models to (weightcache.parity). ``unproven`` says whether a loader refuses methods without
     evidence, checks what it loaded (weightcache.engine.selfcheck) or allows them (for a comparison that follows).
     ``levers`` are what may shorten an engine's start (weightcache.launch.arguments.LEVERS); ``warmed`` is a file that
-    exists when the same start succeeded before (weightcache.engine.warmup).
+    exists when the same start succeeded before (weightcache.engine.warmup). ``trace`` is the file that the engine's
+    processes append the phases of this start to (weightcache.starts.record).
     """
 
     purpose: Literal["engine", "loader"]
@@ -56,6 +57,7 @@ class Directive:
     unproven: Literal["refuse", "check", "allow"] = "refuse"
     levers: tuple[str, ...] = ()
     warmed: str = ""
+    trace: str = ""
 
     def environment(self) -> dict[str, str]:
         """The variables that carry this directive."""
@@ -120,7 +122,19 @@ class Decision:
     milliseconds: dict[str, float] | None = None
 
 
-Report = PluginReady | Decision
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """The server's main process reached a point of its start (weightcache.starts.reading): it serves, or a token came.
+
+    ``at``: seconds on CLOCK_MONOTONIC.
+    """
+
+    pid: int
+    name: Literal["warm-up token", "serving", "first token"]
+    at: float
+
+
+Report = PluginReady | Decision | Milestone
 
 
 def encode_report(report: Report) -> bytes:
@@ -133,8 +147,12 @@ def decode_report(data: bytes) -> Report:
     body = json.loads(data)
     if not isinstance(body, dict):
         raise records.RecordError("$: expected a table")
-    cls: type[PluginReady | Decision] = PluginReady if body.pop("type", "") == "PluginReady" else Decision
-    return records.from_plain(cls, body)
+    kinds: tuple[type[PluginReady | Decision | Milestone], ...] = (PluginReady, Decision, Milestone)
+    name = body.pop("type", "")
+    kind = next((kind for kind in kinds if kind.__name__ == name), None)
+    if kind is None:
+        raise records.RecordError("$: no kind of report")
+    return records.from_plain(kind, body)
 
 
 def send_report(directive: Directive, report: Report, timeout: float = 5.0) -> None:

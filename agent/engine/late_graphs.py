@@ -59,19 +59,26 @@ class Late:
     def around_capture_prefill(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Answer that there are no graphs, once, and remember whose they are."""
         model_runner = kwargs.get("model_runner")
-        if model_runner is None or self.model_runner is not None or not sglang.captures_prefill(model_runner):
-            return original(*args, **kwargs)
-        if not self.took(self.hooks().keys()):
-            return original(*args, **kwargs)
-        why = "" if state.process.shares_weights else "the weights came from disk"
-        if why := why or sglang.why_at_once(model_runner):
-            logger.info("weightcache: prefill graphs are captured now, before the first answer: %s", why)
+        try:
+            wait = self.model_runner is None and self._may_wait(model_runner)
+        except Exception:  # a release that looks different starts as it would without this
+            logger.warning("weightcache: prefill graphs are captured now, before the first answer", exc_info=True)
+            wait = False
+        if not wait:
             return original(*args, **kwargs)
         self.model_runner, self.active = model_runner, time.monotonic()
         logger.info(
             "weightcache: prefill graphs will be captured when the engine is idle; prefill runs eagerly till then"
         )
         return sglang.no_graphs()
+
+    def _may_wait(self, model_runner: Any) -> bool:
+        if not sglang.captures_prefill(model_runner) or not self.took(self.hooks().keys()):
+            return False
+        why = "" if state.process.shares_weights else "the weights came from disk"
+        if why := why or sglang.why_at_once(model_runner):
+            logger.info("weightcache: prefill graphs are captured now, before the first answer: %s", why)
+        return not why
 
     def around_capture(self, original: Callable[..., Any], runner: Any) -> Any:
         """Make the runner without its graphs."""

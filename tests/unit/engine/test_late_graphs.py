@@ -364,6 +364,12 @@ def test_what_is_none_of_its_business_is_left_alone(
     assert caplog.text == ""
 
 
+def test_a_release_that_looks_different_starts_as_ever(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    del engine.is_draft_worker
+    assert engine.start().runner is not None
+    assert "is_draft_worker" in caplog.text
+
+
 def test_a_world_of_one_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "world", lambda: (0, 1, None))
     assert adapter_graphs.all_ranks(agreed=True)
