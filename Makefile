@@ -33,8 +33,8 @@ demo: env
 
 test: lint
 	$(PYTEST) tests/unit tests/gpu
-	@$(MAKE) --no-print-directory test-systemd
-	@$(MAKE) --no-print-directory test-package
+	@$(MAKE) --no-print-directory env-package
+	@$(MAKE) --no-print-directory -j4 --output-sync=target $(MACHINES) test-package
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-engines test-engines-too
 
 # Most of an engine's start is one thread's work: two halves of about the same length share two cores well.
@@ -49,10 +49,12 @@ test-engines-too:
 test-fast: env
 	$(PYTEST) tests/unit
 
-# Machines of one version of systemd, of the other, and those with SGLang: they know nothing of each other, and each
-# part waits for something most of the time.
+# Machines of one version of systemd, of the other, and those with SGLang: they know nothing of each other (nor of the
+# machines that install packages), and each part waits for something most of the time.
+MACHINES := test-systemd-252 test-systemd-257 test-systemd-sglang
+
 test-systemd: env-systemd
-	@$(MAKE) --no-print-directory -j3 --output-sync=target test-systemd-252 test-systemd-257 test-systemd-sglang
+	@$(MAKE) --no-print-directory -j3 --output-sync=target $(MACHINES)
 
 test-systemd-252:
 	$(PYTEST) tests/systemd -k "not 257 and not test_sglang"
