@@ -1,0 +1,249 @@
+"""From an engine's SIGKILL to its successor's first token, by what shortens it: starts [OPTIONS] [WAY...]
+
+One agent holds the model. For each way a launcher in restart mode starts an engine, which is killed several times; its
+answers are compared with those of an engine from disk. Prints a table of medians and phases last; writes starts.json
+and logs to --out. WEIGHTCACHE_RIG=host is a dry run on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.gpu import rig
+from tests.gpu.notes import Notes
+from tests.support.engine import Engine
+from weightcache.launch.arguments import LEVERS
+
+FROM_DISK = "disk"
+ALL = "all"
+NONE = "none"
+PARKED = re.compile(r"weightcache: .*parked")
+GRAPHS = re.compile(r"weightcache: captured \d+ prefill graphs in [^\n]*")
+FIRST = [5, 17, 99]
+GPU_BASE = (
+    *("--attention-backend", "triton"),
+    *("--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+    *("--mem-fraction-static", "0.7"),
+)
+"""An engine as operators run it, with all its graphs. The bundle has neither FlashInfer nor a grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Which levers may shorten a start, and whether the weights are attached."""
+
+    name: str
+
+    @property
+    def levers(self) -> tuple[str, ...]:
+        """What is used."""
+        if self.name == ALL:
+            return LEVERS
+        return () if self.name in (FROM_DISK, NONE) else tuple(self.name.split("+"))
+
+    def options(self, agents: Path, nobody: Path) -> list[str]:
+        """The launcher's options."""
+        without = [lever for lever in LEVERS if lever not in self.levers]
+        options = ["--wcache-restart", "--wcache-runtime-dir", str(nobody if self.name == FROM_DISK else agents)]
+        return [*options, "--wcache-without", ",".join(without)] if without else options
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    help_ = f"{FROM_DISK}, {NONE}, {ALL}, or some of {', '.join(LEVERS)} joined by +"
+    parser.add_argument("ways", nargs="*", default=[ALL, NONE], metavar="WAY", help=help_)
+    parser.add_argument("--kills", type=int, default=3, help="of the engine, for each way (default: 3)")
+    parser.add_argument("--total", type=float, default=560.0, help="seconds for everything")
+    parser.add_argument("--load", action="store_true", help="measure the throughput of a fixed load of each way")
+    parser.add_argument("--settle", type=float, default=60.0, help="seconds between a start and the load")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("LOGS", ".")))
+    parsed = parser.parse_args()
+    for way in parsed.ways:
+        if way not in (FROM_DISK, NONE, ALL) and not set(way.split("+")) <= set(LEVERS):
+            parser.error(f"no such way: {way}")
+    return parsed
+
+
+class Killed:
+    """One way: a launcher whose engine is killed again and again."""
+
+    def __init__(self, way: Way, engine: Engine, notes: Notes, folder: Path) -> None:
+        self.way = way
+        self.engine = engine
+        self.notes = notes
+        self.state = folder / "state"
+        self.seconds: list[float] = []
+
+    def note(self, name: str, value: Any) -> None:
+        """A figure of this way."""
+        self.notes.note(f"{self.way.name}: {name}", value)
+        print(f"FIGURE {self.way.name}: {name}: {value}", flush=True)
+
+    def run(self, kills: int, expected: list[list[int]] | None, load: bool, settle: float) -> list[list[int]]:
+        """First start, kills, answers, load. The answers, once all graphs are there."""
+        self.note("first start to first token, s", round(self._first_token(), 2))
+        for number in range(1, kills + 1):
+            if "workers" in self.way.levers:
+                self._parked(number)
+            self._kill()
+            seconds = self._first_token()
+            self.seconds.append(round(seconds, 2))
+            self.note(f"killed {number}: SIGKILL to first token, s", round(seconds, 2))
+            self.note(f"killed {number}: phases, s", self._phases())
+        early = rig.answers(self.engine)
+        if "graphs" in self.way.levers and rig.profile().backend == "cuda":
+            rig.wait_for(lambda: self._count(GRAPHS) > kills, self.notes.left(120), "the prefill graphs")
+            self.note("prefill graphs", GRAPHS.findall(self.engine.text())[-1])
+        late = rig.answers(self.engine)
+        if expected is not None:
+            self.notes.check(late == expected, f"{self.way.name}: other tokens than from disk")
+            self.note("equal to the disk's tokens before all graphs were there", early == expected)
+        if load:
+            time.sleep(self.notes.left(settle))
+            self._load()
+        return late
+
+    def _first_token(self) -> float:
+        """Seconds from now to an answer of one token."""
+        begin, refused = time.monotonic(), 0
+        deadline = begin + self.notes.left(400)
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, AssertionError, ValueError):
+                self.engine.tokens(FIRST, 1, timeout=60)
+                return time.monotonic() - begin
+            refused += 1
+            if self.engine.process.poll() is not None:
+                raise AssertionError(f"the launcher ended\n{self.engine.tail(40)}")
+            time.sleep(0.02)
+        raise AssertionError(f"no token\n{self.engine.tail(40)}")
+
+    def _main(self) -> psutil.Process:
+        """The process that listens."""
+        for process in psutil.Process(self.engine.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                for row in process.net_connections("tcp"):
+                    if row.status == psutil.CONN_LISTEN and row.laddr.port == self.engine.port:
+                        return process
+        raise AssertionError("nobody listens")
+
+    def _kill(self) -> None:
+        main = self._main()
+        os.kill(main.pid, signal.SIGKILL)
+        rig.wait_for(lambda: not main.is_running() or main.status() == psutil.STATUS_ZOMBIE, 10, "the engine's death")
+
+    def _parked(self, number: int) -> None:
+        """Wait for the worker of the next start, and look at what it holds."""
+        rig.wait_for(lambda: self._count(PARKED) >= number, self.notes.left(200), "a parked worker")
+        line = [line for line in self.engine.text().splitlines() if PARKED.search(line)][-1]
+        self.note(f"killed {number}: {PARKED.findall(line)[0][:20]}", line)
+        main = self._main()
+        serving = {main.pid, *(child.pid for child in main.children(recursive=True))}
+        others = {child.pid for child in psutil.Process(self.engine.process.pid).children(recursive=True)} - serving
+        holders = {pid: used for pid, used in rig.process_used().items() if pid in others}
+        self.note(f"killed {number}: GPU memory of the parked processes, bytes", holders)
+        self.notes.check(not holders, f"{self.way.name}: parked processes hold GPU memory: {holders}")
+
+    def _count(self, pattern: re.Pattern[str]) -> int:
+        return len(pattern.findall(self.engine.text()))
+
+    def _phases(self) -> Any:
+        """Of the newest start, as `wcache starts show` tells."""
+        argv = [sys.executable, "-m", "weightcache.cli", "starts", "show", "--json"]
+        env = rig.variables() | {"WEIGHTCACHE_STATE_DIR": str(self.state)}
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, env=env, check=False)
+        try:
+            return json.loads(done.stdout)["start"]["phases"]
+        except (ValueError, KeyError):
+            return f"not known: {done.stderr[-200:]}"
+
+    def _load(self) -> None:
+        """SGLang's own benchmark, always the same requests."""
+        argv = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--host", "127.0.0.1"]
+        argv += ["--port", str(self.engine.port), "--dataset-name", "random-ids", "--random-range-ratio", "1"]
+        argv += ["--random-input-len", "512", "--random-output-len", "64", "--num-prompts", "160", "--seed", "1"]
+        argv += ["--max-concurrency", "16", "--model", str(rig.profile().model), "--disable-tqdm"]
+        log = self.state.parent / "bench.log"
+        with log.open("wb") as file:
+            env = rig.variables()
+            subprocess.run(argv, stdout=file, stderr=file, timeout=self.notes.left(200), env=env, check=False)
+        for name in ("Total token throughput (tok/s)", "Mean TTFT (ms)", "Mean TPOT (ms)", "Successful requests"):
+            found = re.search(rf"{re.escape(name)}:\s+([0-9.]+)", log.read_text(errors="replace"))
+            self.note(f"load: {name}", float(found[1]) if found else log.read_text(errors="replace")[-300:])
+
+
+@contextlib.contextmanager
+def launched(way: Way, agents: Path, folder: Path, notes: Notes) -> Iterator[Killed]:
+    """A launcher in restart mode, with folders of its own for state and compiled kernels."""
+    folder.mkdir(parents=True)
+    (nobody := folder / "nobody").mkdir()
+    command = [sys.executable, "-m", "weightcache.launch", *way.options(agents, nobody)]
+    made = Engine(
+        rig.profile().model,
+        log=folder / "log",
+        command=command,
+        base=GPU_BASE if rig.profile().backend == "cuda" else rig.profile().base,
+    )
+    made.environment = rig.variables() | {
+        "WEIGHTCACHE_STATE_DIR": str(folder / "state"),
+        "WEIGHTCACHE_CACHE_DIR": str(folder / "cache"),
+    }
+    try:
+        yield Killed(way, made.start(), notes, folder)
+    finally:
+        made.stop()
+
+
+def main() -> int:
+    """Run all ways that were asked for."""
+    options = arguments()
+    notes = Notes(options.out / "starts.json", options.total)
+    expected: list[list[int]] | None = None
+    table: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="wc-starts-", dir="/tmp") as name:
+        folder = Path(name)
+        (home := folder / "agent").mkdir()
+        agent = rig.Agent(home, model=True).start()
+        try:
+            rig.wcache(agent, "load", "--wait", "400")
+            for word in options.ways:
+                with launched(Way(word), home, folder / word, notes) as killed:
+                    try:
+                        answers = killed.run(options.kills, expected, options.load, options.settle)
+                    finally:
+                        (options.out / f"starts-{word}.log").write_bytes((folder / word / "log").read_bytes())
+                expected = answers if word == FROM_DISK or expected is None else expected
+                table[word] = killed.seconds
+                notes.finish(word)
+        except (AssertionError, TimeoutError, subprocess.SubprocessError) as error:
+            notes.failed = f"{type(error).__name__}: {error}"
+        finally:
+            agent.stop()
+            notes.write()
+    print("\nSIGKILL to first token, s (median of each way)")
+    for word, seconds in table.items():
+        print(f"  {word:32} {statistics.median(seconds):6.2f}  {seconds}" if seconds else f"  {word:32} -")
+    for sentence in [*notes.broken, *([notes.failed] if notes.failed else [])]:
+        print(f"WRONG {sentence}")
+    return 1 if notes.broken or notes.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
