@@ -10,6 +10,7 @@ from weightcache.engine import adapter
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 WAIT_AND_WARMUP = f"{HTTP_SERVER}._wait_and_warmup"
+SERVER_STARTUP = "uvicorn.server.Server.startup"
 
 
 def is_own_warmup(function: Any) -> bool:
@@ -41,3 +42,15 @@ def declare_up() -> None:
     """What a successful warm-up does besides: /health answers from now on."""
     module = sys.modules[HTTP_SERVER]
     module._global_state.tokenizer_manager.server_status = module.ServerStatus.Up
+
+
+def is_engines(server: Any) -> bool:
+    """Whether this uvicorn server is the one that answers for the engine."""
+    module = sys.modules.get(HTTP_SERVER)
+    return module is not None and server.config.app is module.app
+
+
+def say_started(server: Any, listener: Any) -> None:
+    """uvicorn's own line, which it leaves to its caller when it is given a socket."""
+    if (say := getattr(server, "_log_started_message", None)) is not None:
+        say([listener])

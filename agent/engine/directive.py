@@ -39,7 +39,8 @@ class Directive:
     evidence, checks what it loaded (weightcache.engine.selfcheck) or allows them (for a comparison that follows).
     ``levers`` are what may shorten an engine's start (weightcache.launch.arguments.LEVERS); ``warmed`` is a file that
     exists when the same start succeeded before (weightcache.engine.warmup). ``trace`` is the file that the engine's
-    processes append the phases of this start to (weightcache.starts.record).
+    processes append the phases of this start to (weightcache.starts.record). ``listener``: the launcher holds the HTTP
+    port, and gives its socket to whoever asks with ListenerWanted (weightcache.engine.listener).
     """
 
     purpose: Literal["engine", "loader"]
@@ -58,6 +59,7 @@ class Directive:
     levers: tuple[str, ...] = ()
     warmed: str = ""
     trace: str = ""
+    listener: bool = False
 
     def environment(self) -> dict[str, str]:
         """The variables that carry this directive."""
@@ -134,7 +136,14 @@ class Milestone:
     at: float
 
 
-Report = PluginReady | Decision | Milestone
+@dataclass(frozen=True, slots=True)
+class ListenerWanted:
+    """The server's main process is about to listen; the answer on the same connection is a packet with the socket."""
+
+    pid: int
+
+
+Report = PluginReady | Decision | Milestone | ListenerWanted
 
 
 def encode_report(report: Report) -> bytes:
@@ -147,7 +156,7 @@ def decode_report(data: bytes) -> Report:
     body = json.loads(data)
     if not isinstance(body, dict):
         raise records.RecordError("$: expected a table")
-    kinds: tuple[type[PluginReady | Decision | Milestone], ...] = (PluginReady, Decision, Milestone)
+    kinds: tuple[type[Report], ...] = (PluginReady, Decision, Milestone, ListenerWanted)
     name = body.pop("type", "")
     kind = next((kind for kind in kinds if kind.__name__ == name), None)
     if kind is None:
