@@ -37,8 +37,10 @@ ABANDONED_SECONDS = 3600.0
 """A directory that is being made is complete within milliseconds."""
 DAY = 86400.0
 
+_OWN = ("lock", "stamp.json", "rehearsed.json")
 _STAMP = re.compile(r"[0-9a-f]{16}")
 _MOST = 1 << 20
+_MOST_KEPT = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +200,11 @@ def measure(directory: Path) -> Measured:
 
 
 def walk(directory: Path) -> Iterator[Path]:
-    """The regular files below ``directory``, without the store's own two."""
+    """The regular files below ``directory``, without the store's own."""
     for folder, _, names in os.walk(directory):
         for name in names:
             path = Path(folder, name)
-            if folder == str(directory) and name in ("lock", "stamp.json"):
+            if folder == str(directory) and name in _OWN:
                 continue
             with contextlib.suppress(OSError):
                 if stat.S_ISREG(path.lstat().st_mode):
@@ -224,6 +226,26 @@ def read(directory: Path) -> Entry:
         with contextlib.suppress(OSError):
             used = used or (directory / name).stat().st_mtime
     return Entry(directory, facts, stay, used)
+
+
+def remembered(entry: Entry, name: str) -> dict[str, float]:
+    """What ``remember`` wrote down in this environment, with the time of day; garbage is nothing."""
+    try:
+        with (entry.directory / name).open("rb") as file:
+            found = json.loads(file.read(_MOST))
+        return {str(what): float(when) for what, when in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def remember(entry: Entry, name: str, what: str) -> None:
+    """Write down that ``what`` happened now. A full disk only means that it happens again."""
+    latest = sorted({**remembered(entry, name), what: time.time()}.items(), key=lambda item: item[1])[-_MOST_KEPT:]
+    with contextlib.suppress(OSError):
+        fd, made = tempfile.mkstemp(prefix=f".{name}-", dir=entry.directory)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(json.dumps(dict(latest)))
+        Path(made).replace(entry.directory / name)
 
 
 def in_use(entry: Entry) -> bool:
