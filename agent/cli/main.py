@@ -7,7 +7,21 @@ from collections.abc import Callable, Sequence
 
 import weightcache
 from weightcache import keeper, protocol
-from weightcache.cli import attach, config_command, control, deployment, doctor, leave, load, metrics, parity, status
+from weightcache.cli import (
+    attach,
+    caches,
+    config_command,
+    control,
+    deployment,
+    doctor,
+    leave,
+    load,
+    metrics,
+    parity,
+    rehearse,
+    starts,
+    status,
+)
 from weightcache.cli.parsing import Parser, add_global, unknown
 
 Command = Callable[..., int]
@@ -25,6 +39,7 @@ examples:
   wcache attach --check                map what is resident without an engine and compare its digests
   wcache drain --rank 1 --wait 300     stop giving out rank 1's weights, wait for its engines, free them
   wcache config set memory.backend host
+  wcache starts show                   what the last start of an engine spent its time on
   wcache doctor                        what is missing on this machine, and what to do about it
 
 exit status:
@@ -49,7 +64,20 @@ def parser() -> Parser:
     add_global(top, top=True)
     top.add_argument("--version", action="version", version=_version(), help="print the version and leave")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for module in (status, load, deployment, attach, control, config_command, parity, doctor, metrics):
+    for module in (
+        status,
+        load,
+        deployment,
+        attach,
+        control,
+        config_command,
+        parity,
+        rehearse,
+        caches,
+        doctor,
+        metrics,
+        starts,
+    ):
         module.register(commands)
     text = "keep weights over an agent's crashes without systemd"
     command = commands.add_parser("keeper", help=text, description=keeper.DESCRIPTION)

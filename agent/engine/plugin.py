@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weightcache.engine import directive as directives
+from weightcache.engine import adapter_warm, directive as directives
 from weightcache.engine.directive import Directive
 from weightcache.errors import WeightcacheError
 
@@ -28,13 +28,20 @@ def setup() -> None:
     directive = directives.read()
     if directive is None:
         return
-    from weightcache.engine import adapter
+    from weightcache.engine import adapter, tracing
 
-    if adapter.SCHEDULER_MODULE in sys.modules:
+    tracing.setup(directive)
+    if adapter.SCHEDULER_MODULE in sys.modules and not _warm_main():
         _register_scheduler(directive)
     elif multiprocessing.parent_process() is None:
         _register(adapter.LOAD_PLUGINS, _when_everything_is_imported(directive))
         directives.send_report(directive, directives.PluginReady(os.getpid(), "main", adapter.version()))
+
+
+def _warm_main() -> bool:
+    """Whether this is the server's main process, of a parked tree: that has imported everything from the start."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return multiprocessing.parent_process() is None and getattr(spec, "name", "") == adapter_warm.SERVER_MODULE
 
 
 def _register(target: str, hook: Callable[..., Any]) -> None:
@@ -49,9 +56,10 @@ def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
     def around(original: Callable[[], None]) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        from weightcache.engine import adapter, refusals
+        from weightcache.engine import adapter, refusals, tracing
 
         original()
+        tracing.imported()
         if adapter.TOKENIZER_CONTROL.rpartition(".")[0] in sys.modules:
             for verb in ("release_memory_occupation", "resume_memory_occupation"):
                 _register(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))

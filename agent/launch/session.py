@@ -8,12 +8,13 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
-from weightcache.engine.directive import UNPROVEN_VARIABLE, Decision, Directive
+from weightcache.engine.directive import UNPROVEN_VARIABLE, Decision, Directive, Milestone
 from weightcache.errors import AgentUnavailable, from_code
-from weightcache.launch import decisions, proof, supervisor
+from weightcache.launch import decisions, proof, served, server_only, sglang_options, supervisor
 from weightcache.launch.console import say, write
 from weightcache.launch.reports import Receiver
 from weightcache.launch.signals import die_by
+from weightcache.starts.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,6 +42,8 @@ class Launch:
     """How many ranks of this launch are on this host."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What the server's environment gets besides the directive."""
+    began: float | None = None
+    """What this start is counted from, on CLOCK_MONOTONIC: the moment that it is served, if None."""
 
     @property
     def command(self) -> list[str]:
@@ -61,6 +64,7 @@ def environment(operator: Mapping[str, str], launch: Launch) -> dict[str, str]:
 @dataclass(slots=True)
 class _Watcher:
     launch: Launch
+    recorder: Recorder = field(default_factory=Recorder)
     reports: list[Report] = field(default_factory=list)
     unproven: bool = False
     failed: Decision | None = None
@@ -72,8 +76,12 @@ class _Watcher:
 
     def on_report(self, report: Report) -> float | None:
         self.reports.append(report)
+        if isinstance(report, Milestone):
+            for sentence in served.news(report, self.recorder):
+                say(sentence)
         if not isinstance(report, Decision):
             return None
+        self.recorder.weights(report.rank, report.role, report.outcome, report.milliseconds)
         explaining = report.outcome == "explained"
         if not explaining:
             say(decisions.line(report))
@@ -119,21 +127,34 @@ class Served:
     """Whether every rank of this host came so far that it had weights."""
 
 
-def serve(launch: Launch, start: supervisor.Starter = supervisor.fresh) -> Served:
+def serve(
+    launch: Launch, start: supervisor.Starter = supervisor.fresh, beside: supervisor.Beside | None = None
+) -> Served:
     """Run the server until it ends."""
-    with Receiver() as receiver:
-        launch = replace(launch, directive=replace(launch.directive, report=str(receiver.path)))
-        watcher = _Watcher(launch)
-        ended = _run(launch, receiver, watcher, start)
+    with Receiver() as receiver, _recorder(launch) as recorder:
+        launch = replace(launch, directive=replace(launch.directive, report=str(receiver.path), trace=recorder.trace))
+        watcher = _Watcher(launch, recorder)
+        ended = _run(launch, receiver, watcher, start, beside)
         if watcher.failed is not None and not launch.strict and not ended.interrupted:
             reason = watcher.failed.message or watcher.failed.code or "attaching failed"
             say("starting the server again, from disk (this happens once)")
             again = replace(launch.directive, from_disk=reason, group=uuid.uuid4().hex)
             launch = replace(launch, directive=again)
-            watcher = _Watcher(launch)
-            ended = _run(launch, receiver, watcher, start)
+            watcher = _Watcher(launch, recorder)
+            ended = _run(launch, receiver, watcher, start, beside)
+        recorder.ended(ended.status)
         status = _status(launch, watcher, ended)
     return Served(status, ended.interrupted, not proof.missing(watcher.reports))
+
+
+def _recorder(launch: Launch) -> Recorder:
+    """The trace of this start, or one sentence why there is none."""
+    model = sglang_options.given(launch.arguments).text("model_path")
+    arguments = server_only.without(launch.arguments)
+    recorder = Recorder.open(model, arguments, launch.directive.levers, launch.began)
+    if recorder.problem:
+        say(recorder.problem)
+    return recorder
 
 
 def leave(status: int) -> int:
@@ -160,9 +181,16 @@ def explain(launch: Launch) -> int:
     return 0 if equal else 1
 
 
-def _run(launch: Launch, receiver: Receiver, watcher: _Watcher, start: supervisor.Starter) -> supervisor.Ended:
+def _run(
+    launch: Launch,
+    receiver: Receiver,
+    watcher: _Watcher,
+    start: supervisor.Starter,
+    beside: supervisor.Beside | None = None,
+) -> supervisor.Ended:
     env = environment(os.environ, launch)
-    return supervisor.run(launch.command, env, receiver, watcher, launch.port, start)
+    watcher.recorder.attempt()
+    return supervisor.run(launch.command, env, receiver, watcher, launch.port, start, beside)
 
 
 def _status(launch: Launch, watcher: _Watcher, ended: supervisor.Ended) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,4 +60,15 @@ def engine_variables() -> dict[str, str]:
     variables["PYTHONPATH"] = str(SHIM)
     variables["PYTHONUNBUFFERED"] = "1"
     variables["SGLANG_DISABLE_TELEMETRY"] = "1"
+    # What launches remember of each other, and compiled kernels: not the developer's own.
+    variables["WEIGHTCACHE_STATE_DIR"] = str(scratch() / "state")
+    variables["WEIGHTCACHE_CACHE_DIR"] = str(scratch() / "cache")
     return variables
+
+
+@functools.cache
+def scratch() -> Path:
+    """A folder of this process, which goes when it ends."""
+    made = Path(tempfile.mkdtemp(prefix="wc-scratch-"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made

@@ -27,6 +27,7 @@ def launcher(tmp_path: Path, runtime_dir: Path) -> Launcher:
     environment["WEIGHTCACHE_RUNTIME_DIR"] = str(runtime_dir)
     environment["XDG_RUNTIME_DIR"] = str(runtime_dir)
     environment["WEIGHTCACHE_CACHE_DIR"] = str(directory / "cache")
+    environment["WEIGHTCACHE_STATE_DIR"] = str(directory / "state")
     environment["TMPDIR"] = str(runtime_dir)  # launchers and keepers that are killed leave a folder there
     return Launcher(directory, runtime_dir, environment)
 
