@@ -1,0 +1,94 @@
+"""The lever ``caches``: on by itself, off when asked for or when its directory cannot be used, with a sentence."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+from tests.unit.launch.support import ATTACHED, eventually
+from weightcache.compiled import store
+
+GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
+
+
+def compiled(launcher) -> store.Store:
+    return store.Store(Path(launcher.environment["WEIGHTCACHE_CACHE_DIR"]) / "compiled")
+
+
+def test_the_directory_is_in_use_while_the_engine_runs_and_no_longer(launcher, agent):
+    agent()
+    launcher.script(*GOOD, ["mark", "serving"], ["sleep", 60])
+    process = launcher.start("--model-path", "/models/a")
+    launcher.wait_for("serving")
+    (entry,) = compiled(launcher).entries()
+    assert store.in_use(entry)
+    (run,) = launcher.runs
+    assert run["env"]["QUACK_CACHE_DIR"] == str(entry.directory / "quack")
+    # The engine has no descriptor of the lock: one that lingers must not hold it.
+    lock = (entry.directory / "lock").resolve()
+    holders = {
+        int(fd.parts[2]) for fd in Path("/proc").glob("[0-9]*/fd/*") if fd.is_symlink() and _target(fd) == str(lock)
+    }
+    assert holders == {process.pid}
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=10)
+    assert eventually(lambda: not store.in_use(entry), 10)
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        return ""
+
+
+def test_without_the_lever_nothing_is_added(launcher, agent):
+    agent()
+    launcher.script(*GOOD)
+    status, _, err = launcher.run("--wcache-without", "caches", "--model-path", "/models/a")
+    assert (status, err.count("\n")) == (0, 1)
+    (run,) = launcher.runs
+    assert not [
+        name for name in run["env"] if name.endswith(("_CACHE_DIR", "CUDA_CACHE_PATH")) and "WEIGHT" not in name
+    ]
+    assert not Path(launcher.environment["WEIGHTCACHE_CACHE_DIR"]).exists()
+
+
+def test_a_directory_of_others_is_not_used_and_the_server_starts(launcher, agent):
+    agent()
+    shared = Path(launcher.environment["WEIGHTCACHE_CACHE_DIR"])
+    shared.mkdir()
+    shared.chmod(0o777)
+    launcher.script(*GOOD)
+    status, _, err = launcher.run("--model-path", "/models/a")
+    assert status == 0
+    said = [line for line in err.splitlines() if "compiled kernels" in line]
+    assert said == [
+        f"weightcache: compiled kernels are kept where SGLang keeps them: {shared} is not this user's alone to write, "
+        "and what lies there is executed"
+    ]
+    (run,) = launcher.runs
+    assert "QUACK_CACHE_DIR" not in run["env"]
+
+
+def test_a_directory_on_a_full_or_read_only_disk_neither(launcher, agent):
+    agent()
+    Path(launcher.environment["WEIGHTCACHE_CACHE_DIR"]).write_text("")
+    launcher.script(*GOOD)
+    status, _, err = launcher.run("--model-path", "/models/a")
+    assert status == 0
+    assert "cannot be made" in err
+
+
+def test_old_ones_go_when_an_engine_starts(launcher, agent):
+    agent()
+    found = store.open_store(Path(launcher.environment["WEIGHTCACHE_CACHE_DIR"]))
+    old = found.root / "0123456789abcdef"
+    old.mkdir()
+    subprocess.run(["touch", "-d", "@1", str(old / "lock")], check=True)
+    launcher.script(*GOOD)
+    status, _, err = launcher.run("--model-path", "/models/a")
+    assert status == 0
+    assert f"compiled kernels of {old} were removed" in err
+    assert not old.exists()
