@@ -27,7 +27,9 @@ SPELLINGS: Mapping[str, Mapping[str, str]] = {
     "device": {"--device": "--dev"},
     "base_gpu_id": {"--base-gpu-id": "--bas"},
     "gpu_id_step": {"--gpu-id-step": "--gp"},
+    "host": {"--host": "--ho"},
     "port": {"--port": "--po"},
+    "tokenizer_worker_num": {"--tokenizer-worker-num": "--tokenizer-w"},
     "nnodes": {"--nnodes": "--nn"},
     "node_rank": {"--node-rank": "--nod"},
     "dist_init_addr": {"--dist-init-addr": "--dist-i", "--nccl-init-addr": "--nccl-i"},
@@ -52,6 +54,8 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
     "use_ray": {"--use-ray": "--us"},
     "enable_paged_experts": {"--enable-paged-experts": "--enable-paged"},
     "enable_amd_monokernel": {"--enable-amd-monokernel": "--enable-am"},
+    "enable_http2": {"--enable-http2": "--enable-ht"},
+    "grpc_mode": {"--grpc-mode": "--grpc-m", "--smg-grpc-mode": "--smg-g"},
     "enable_dp_attention": {"--enable-dp-attention": "--enable-dp-attention"},
     "remote_instance_seed": {
         "--remote-instance-weight-loader-start-seed-via-transfer-engine": "--remote-instance-weight-loader-st"
