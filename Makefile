@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .PHONY: help env env-systemd demo test test-engines test-engines-too test-fast test-systemd test-systemd-252 \
-	test-systemd-257 test-systemd-sglang lint bench stage python clean
+	test-systemd-257 test-systemd-sglang test-with-sglang lint bench stage python clean
 
 ENVS ?= $(or $(WEIGHTCACHE_ENVS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/weightcache-dev)
 export WEIGHTCACHE_ENVS := $(ENVS)
@@ -34,7 +34,7 @@ demo: env
 test: lint
 	$(PYTEST) tests/unit tests/gpu
 	@$(MAKE) --no-print-directory env-package
-	@$(MAKE) --no-print-directory -j4 --output-sync=target $(MACHINES) test-package
+	@$(MAKE) --no-print-directory -j3 --output-sync=target test-systemd-252 test-systemd-257 test-with-sglang
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-engines test-engines-too
 
 # Most of an engine's start is one thread's work: two halves of about the same length share two cores well.
@@ -49,12 +49,15 @@ test-engines-too:
 test-fast: env
 	$(PYTEST) tests/unit
 
-# Machines of one version of systemd, of the other, and those with SGLang: they know nothing of each other (nor of the
-# machines that install packages), and each part waits for something most of the time.
-MACHINES := test-systemd-252 test-systemd-257 test-systemd-sglang
-
+# Machines of one version of systemd, of the other, and those with SGLang: they know nothing of each other, and each
+# part waits for something most of the time.
 test-systemd: env-systemd
-	@$(MAKE) --no-print-directory -j3 --output-sync=target $(MACHINES)
+	@$(MAKE) --no-print-directory -j3 --output-sync=target test-systemd-252 test-systemd-257 test-systemd-sglang
+
+# One after the other: both read one checkpoint, and look at which of its pages are in memory.
+test-with-sglang:
+	@$(MAKE) --no-print-directory test-systemd-sglang
+	@$(MAKE) --no-print-directory test-package
 
 test-systemd-252:
 	$(PYTEST) tests/systemd -k "not 257 and not test_sglang"
