@@ -63,15 +63,17 @@ def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
         if adapter.TOKENIZER_CONTROL.rpartition(".")[0] in sys.modules:
             for verb in ("release_memory_occupation", "resume_memory_occupation"):
                 _register(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))
-        _register_warmup(directive)
+        _register_server(directive)
         HookRegistry.apply_hooks()
 
     return around
 
 
-def _register_warmup(directive: Directive) -> None:
-    from weightcache.engine import adapter_server, warmup
+def _register_server(directive: Directive) -> None:
+    from weightcache.engine import adapter_server, listener, warmup
 
+    if directive.listener:
+        _register(adapter_server.SERVER_STARTUP, listener.hook(directive))
     if warmup.LEVER in directive.levers and directive.warmed and adapter_server.HTTP_SERVER in sys.modules:
         _register(adapter_server.WAIT_AND_WARMUP, warmup.hook(Path(directive.warmed)))
 

@@ -28,9 +28,13 @@ MAX_SENDERS = 256
 
 
 class Receiver:
-    """A listening report socket; use it as a context manager."""
+    """A listening report socket; use it as a context manager.
 
-    def __init__(self) -> None:
+    ``listener`` is the HTTP port, for the server that asks for it; it stays the caller's.
+    """
+
+    def __init__(self, listener: socket.socket | None = None) -> None:
+        self._http = listener
         self._directory = _private_directory()
         self.path = self._directory / "report"
         self._senders: dict[int, socket.socket] = {}
@@ -63,7 +67,7 @@ class Receiver:
                 sender = self._senders.pop(key.fd)
                 self._selector.unregister(sender)
                 with contextlib.closing(sender):
-                    reports.extend(_read(sender))
+                    reports.extend(self._heard(sender))
         return reports
 
     def _accept(self) -> None:
@@ -78,6 +82,13 @@ class Receiver:
         sender.setblocking(False)
         self._senders[sender.fileno()] = sender
         self._selector.register(sender, selectors.EVENT_READ)
+
+    def _heard(self, sender: socket.socket) -> list[directive.Report]:
+        reports = _read(sender)
+        if self._http is not None and any(isinstance(report, directive.ListenerWanted) for report in reports):
+            with contextlib.suppress(OSError):  # who asked is gone, and its end is noticed elsewhere
+                transport.send_packet(sender, b"{}", [self._http.fileno()])
+        return reports
 
     def close(self) -> None:
         """Remove the socket and its directory."""

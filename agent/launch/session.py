@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import uuid
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,8 @@ class Launch:
     """How many ranks of this launch are on this host."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What the server's environment gets besides the directive."""
+    listener: socket.socket | None = None
+    """The HTTP port, where the launcher holds it."""
     began: float | None = None
     """What this start is counted from, on CLOCK_MONOTONIC: the moment that it is served, if None."""
 
@@ -131,8 +134,10 @@ def serve(
     launch: Launch, start: supervisor.Starter = supervisor.fresh, beside: supervisor.Beside | None = None
 ) -> Served:
     """Run the server until it ends."""
-    with Receiver() as receiver, _recorder(launch) as recorder:
-        launch = replace(launch, directive=replace(launch.directive, report=str(receiver.path), trace=recorder.trace))
+    with Receiver(launch.listener) as receiver, _recorder(launch) as recorder:
+        holds = launch.listener is not None
+        told = replace(launch.directive, report=str(receiver.path), trace=recorder.trace, listener=holds)
+        launch = replace(launch, directive=told)
         watcher = _Watcher(launch, recorder)
         ended = _run(launch, receiver, watcher, start, beside)
         if watcher.failed is not None and not launch.strict and not ended.interrupted:
