@@ -21,7 +21,7 @@ VALUES = (
     "--wcache-on-mismatch", "--wcache-wait", "--wcache-runtime-dir", "--wcache-config", "--wcache-python",
     "--wcache-without",
 )  # fmt: skip
-FLAGS = ("--wcache-explain", "--wcache-unproven", "--wcache-help")
+FLAGS = ("--wcache-explain", "--wcache-unproven", "--wcache-restart", "--wcache-help")
 OWN = (*VALUES, *FLAGS)
 
 Mode = Literal["daemon", "client", "off"]
@@ -47,6 +47,7 @@ class Options:
     python: str = ""
     unproven: bool = False
     without: tuple[Lever, ...] = ()
+    restart: bool = False
     help: bool = False
     sglang: tuple[str, ...] = ()
 
@@ -99,6 +100,9 @@ def split(argv: Sequence[str]) -> Options:
             f"--wcache-unproven goes with {MODE} daemon; for agents that run already, set policy.unproven in their "
             "configuration and restart them"
         )
+    if options.restart and (options.explain or options.mode == "off"):
+        other = "--wcache-explain" if options.explain else f"{MODE} off"
+        raise UsageError(f"--wcache-restart does not go with {other}, which leaves nothing to start again")
     return options
 
 
@@ -119,9 +123,11 @@ def _mode(options: Options, value: str) -> Options:
 
 
 def _own(options: Options, name: str, value: str, given: bool) -> Options:
-    if name in ("--wcache-help", "--wcache-unproven"):
+    if name in ("--wcache-help", "--wcache-unproven", "--wcache-restart"):
         if given:
             raise UsageError(f"{name} takes no value")
+        if name == "--wcache-restart":
+            return replace(options, restart=True)
         return replace(options, help=True) if name == "--wcache-help" else replace(options, unproven=True)
     if name == "--wcache-explain":
         if given and value != "full":

@@ -22,6 +22,8 @@ as its supervisor: signals and the exit status are passed through, one line a ra
   --wcache-explain=full         start the engine up to its decision and print every differing field
   --wcache-unproven             daemon mode: hold the model although no run has proven its methods; what an engine would
                                 get is compared with what was loaded, bit by bit, in every load
+  --wcache-restart              start the engine again whenever it ends, until this command gets a signal to end;
+                                give up when it ends five times in a row before it served
   --wcache-without LEVERS       do not use these to shorten the start, separated by commas:
                                 caches: compiled kernels are kept in a directory for this environment alone
                                 graphs: prefill graphs are captured after the first answers, when the engine is idle

@@ -7,7 +7,9 @@ import os
 import shutil
 import sys
 import uuid
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,15 +17,17 @@ from weightcache import config as configuration
 from weightcache.config import Config, RankConfig
 from weightcache.engine.directive import Directive
 from weightcache.errors import ConfigError, Mismatch, UsageError, WeightcacheError
-from weightcache.launch import caches, daemon, decisions, explain, layout, session, sockets
+from weightcache.launch import caches, daemon, decisions, explain, layout, restart, session, sockets, supervisor
 from weightcache.launch.arguments import Options, split
 from weightcache.launch.console import say, write
 from weightcache.launch.help import HELP
 from weightcache.launch.refusals import refused
 from weightcache.launch.sglang_options import Given, given
+from weightcache.warm.messages import Layout
+from weightcache.warm.pool import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,15 +62,37 @@ def _main(argv: Sequence[str]) -> int:
         found = sockets.discover(where, config, launch.text("device"), activate=False)
         return explain.explain(_of_this_launch(found, launch, ask_driver=True), launch, refused(launch))
     python = _python(options, config)
+    if options.explain:
+        return session.explain(_launch(options, config, launch, python))
+    start = partial(_started, options, config, launch, python)
+    if options.restart:
+        return session.leave(restart.supervise(start, _pool(options, launch)))
+    with start() as plan:
+        served = session.serve(plan)
+    return session.leave(served.status)
+
+
+def _launch(options: Options, config: Config, launch: Given, python: str) -> session.Launch:
     directive = _directive(options, config, launch, python)
     strict = options.reaction == "error"
     port = launch.number("port", session.DEFAULT_PORT)
-    plan = session.Launch(python, options.sglang, directive, strict, port, _local_ranks(launch))
-    if options.explain:
-        return session.explain(plan)
+    return session.Launch(python, options.sglang, directive, strict, port, _local_ranks(launch))
+
+
+@contextmanager
+def _started(options: Options, config: Config, launch: Given, python: str) -> Iterator[session.Launch]:
+    """What to run, decided now; inside the block, what it needs besides is held."""
+    plan = _launch(options, config, launch, python)
     with caches.kept(options.levers, config.compiled, python) as variables:
-        served = session.serve(replace(plan, variables=variables))
-    return session.leave(served.status)
+        yield replace(plan, variables=variables)
+
+
+def _pool(options: Options, launch: Given) -> Pool | None:
+    if "workers" not in options.levers:
+        return None
+    attention = launch.flag("enable_dp_attention") or (launch.number("attn_dp_size") or 1) > 1
+    shape = Layout(_local_ranks(launch), launch.number("dp_size") or 1, attention)
+    return Pool(supervisor.fresh, shape, say)
 
 
 def _of_this_launch(found: sockets.Agents, launch: Given, ask_driver: bool) -> sockets.Agents:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import time
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL = 0.02
 
 
 @dataclass(slots=True)
@@ -76,3 +81,46 @@ def below(root: int) -> list[int]:
     for pid in found:
         found.extend(children.get(pid, ()))
     return found
+
+
+def adopt_orphans() -> None:
+    """From now on, processes below this one whose parent ends become children of this one (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children(pid: int) -> set[int]:
+    """The children of a process, those that ended and nobody waited for included."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found
+
+
+class Strays:
+    """What a server leaves behind: children of this process that were none before the server started."""
+
+    def __init__(self) -> None:
+        self._before = children(os.getpid())
+
+    def reap(self, own: AbstractSet[int]) -> set[int]:
+        """Wait for those that ended; the others. ``own`` are children that somebody else waits for."""
+        left = set()
+        for pid in children(os.getpid()) - self._before - own:
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    left.add(pid)
+        return left
+
+    def end(self, own: AbstractSet[int], grace: float, timeout: float) -> bool:
+        """Wait until none is left; after ``grace`` seconds they are killed. False if some outlive ``timeout``."""
+        begun = time.monotonic()
+        while left := self.reap(own):
+            waited = time.monotonic() - begun
+            if waited > grace + timeout:
+                return False
+            if waited > grace:
+                for pid in left:  # nobody has waited for them, so that the number is still theirs
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL)
+        return True

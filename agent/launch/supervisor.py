@@ -72,6 +72,13 @@ class Watcher(Protocol):
         """Whether it still matters if the server listens."""
 
 
+class Beside(Protocol):
+    """What the launcher looks after while a server runs."""
+
+    def attend(self, server: int) -> float:
+        """Called with the server's process number, again after so many seconds as it answers."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How the run ended: exit status, or minus the signal's number. ``interrupted``: a signal to end was passed on."""
@@ -89,11 +96,12 @@ def run(
     watcher: Watcher,
     port: int | None,
     start: Starter = fresh,
+    beside: Beside | None = None,
 ) -> Ended:
     """Run ``command`` until it ends. Raises UsageError if it cannot be started."""
     with SignalEvents() as signals, selectors.DefaultSelector() as selector:
         child = start(command, environment, signals.child_setup())
-        run_ = _Run(child, receiver, watcher, port)
+        run_ = _Run(child, receiver, watcher, port, beside)
         try:
             pidfd = os.pidfd_open(child.pid)
             try:
@@ -108,7 +116,9 @@ def run(
 
 
 class _Run:
-    def __init__(self, child: Child, receiver: Receiver, watcher: Watcher, port: int | None) -> None:
+    def __init__(
+        self, child: Child, receiver: Receiver, watcher: Watcher, port: int | None, beside: Beside | None
+    ) -> None:
         self.child = child
         self.receiver = receiver
         self.watcher = watcher
@@ -117,6 +127,8 @@ class _Run:
         self.deadline: float | None = None
         self.next_poll = time.monotonic() + SERVING_POLL
         self.seen_serving = False
+        self.beside = beside
+        self.next_attended = time.monotonic()
 
     def loop(self, selector: selectors.BaseSelector, signals: SignalEvents, pidfd: int) -> Ended:
         interrupted = killed = False
@@ -131,6 +143,7 @@ class _Run:
             if pidfd in ready:
                 break
             self._poll()
+            self._attend()
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 killed = True
                 break
@@ -141,11 +154,19 @@ class _Run:
         return Ended(status, interrupted, killed)
 
     def _timeout(self) -> float | None:
-        moments = [moment for moment in (self.deadline, self._polls() and self.next_poll) if moment]
+        attended = self.next_attended if self._attends() else None
+        moments = [moment for moment in (self.deadline, self._polls() and self.next_poll, attended) if moment]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
     def _polls(self) -> bool:
         return self.port is not None and self.deadline is None and self.watcher.wants_serving
+
+    def _attends(self) -> bool:
+        return self.beside is not None and self.deadline is None
+
+    def _attend(self) -> None:
+        if self.beside is not None and self._attends() and time.monotonic() >= self.next_attended:
+            self.next_attended = time.monotonic() + self.beside.attend(self.child.pid)
 
     def _reports(self) -> None:
         for report in self.receiver.take():
