@@ -86,12 +86,20 @@ def test_presets_leave_the_ranks_to_the_operator(machine: Machine) -> None:
     assert enabled(machine, "weightcache-loader.socket") == "enabled"
     assert enabled(machine, "weightcache@.service") == "static"
     assert enabled(machine, "weightcache-devices.service") == "static"
-    for unit in ("weightcache@7.socket", "weightcache-warm@7.service", "weightcache-exporter.service"):
+    names = ("weightcache@7.socket", "weightcache-warm@7.service")
+    for unit in (*names, "weightcache-exporter.service", "weightcache-rehearse.service"):
         assert enabled(machine, unit) == "disabled"
         machine.systemctl("enable", unit)
         assert enabled(machine, unit) == "enabled"
         machine.systemctl("preset", unit)
         assert enabled(machine, unit) == "disabled"
+
+
+def test_a_rehearsal_is_told_whose_kernels_it_compiles(machine: Machine) -> None:
+    """Without a drop-in it does not start, and keeps nothing else from starting."""
+    machine.systemctl("start", "weightcache-rehearse.service", check=False)
+    shown = machine.show("weightcache-rehearse.service", "ActiveState", "AssertResult")
+    assert shown == {"ActiveState": "inactive", "AssertResult": "no"}
 
 
 def test_a_rank_is_enabled_and_disabled(machine: Machine) -> None:
