@@ -132,14 +132,16 @@ def read(where: Path, number: int) -> Start | None:
         return None
     except OSError:
         return Start(number, None, damaged=1)
-    with open(fd, "rb") as opened:
+    try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             return Start(number, None, damaged=1)
         live = folder.in_use(fd)
-        try:
+        with open(fd, "rb", closefd=False) as opened:
             data = opened.read(LARGEST)
-        except OSError:
-            return Start(number, None, damaged=1)
+    except OSError:
+        return Start(number, None, damaged=1)
+    finally:
+        os.close(fd)
     return parse(number, data, live)
 
 

@@ -24,7 +24,15 @@ from torch import nn
 import weightcache
 from tests.support.layouts import LAYOUTS
 from weightcache.deployment import Deployment
-from weightcache.engine import adapter, adapter_graphs, adapter_server, evidence, gate, refusals
+from weightcache.engine import (
+    adapter,
+    adapter_graphs,
+    adapter_phases as traced,
+    adapter_server,
+    evidence,
+    gate,
+    refusals,
+)
 from weightcache.errors import UnsupportedMethod
 from weightcache.launch import arguments, server_only, sglang_options
 
@@ -87,6 +95,7 @@ def targets() -> Iterator[str]:
         adapter_graphs.PREFILL_CAPTURE,
         adapter_graphs.ON_IDLE,
         adapter_server.WAIT_AND_WARMUP,
+        adapter_server.SERVER_STARTUP,
         *(f"{adapter.WEIGHT_UPDATER}.{verb}" for verb in verbs),
         *(f"{adapter.TOKENIZER_CONTROL}.{verb}" for verb in verbs if verb.endswith("memory_occupation")),
     ]
@@ -152,6 +161,53 @@ def signatures() -> Iterator[str]:
         yield f"HookRegistry.register takes {parameters(HookRegistry.register)}"
     if not hasattr(HookType, "AROUND") or not callable(HookRegistry.apply_hooks):
         yield "HookRegistry has no AROUND hooks"
+
+
+def start_phases() -> Iterator[str]:
+    """What is marked while an engine starts (weightcache.engine.tracing)."""
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.managers import data_parallel_controller, detokenizer_manager, scheduler
+
+    old = adapter.version() == "0.5.17"
+    tables = (traced.ARGUMENTS, traced.MAIN, traced.SCHEDULER, traced.GRAPHS, traced.CONTROLLER, traced.DETOKENIZER)
+    moments = (
+        *traced.READY, traced.SERVER_RUNS, traced.LISTENS, traced.SERVES, traced.OUTPUT, traced.RANK_KNOWN,
+        traced.GRAPHS_BEGIN, traced.SCHEDULER_BEGINS, traced.SPAWN_DETOKENIZER,
+    )  # fmt: skip
+    for target in [*(target for table in tables for target in table), *moments]:
+        there = True
+        try:
+            there = callable(resolve(target))
+        except (ImportError, AttributeError):
+            there = False
+        absent = target in traced.NOT_IN[adapter.version()]
+        if there == absent:
+            yield f"{target} is {'there' if there else 'not there'}"
+    for target in (traced.LISTENS, traced.OUTPUT):
+        if not inspect.iscoroutinefunction(resolve(target)):
+            yield f"{target} is no coroutine"
+    for target in traced.GRAPHS:
+        if parameters(resolve(target))[1] not in ("size", "bs"):
+            yield f"{target} does not take a size first"
+    if len(parameters(resolve(traced.OUTPUT))) != 2 or ".rids" not in inspect.getsource(resolve(traced.OUTPUT)):
+        yield f"{traced.OUTPUT} does not take an output with rids"
+    if HEALTH_CHECK_RID_PREFIX != "HEALTH_CHECK":
+        yield f"health checks begin with {HEALTH_CHECK_RID_PREFIX}"
+    name = traced.DETOKENIZER_FUNCTION
+    if f"{name}={name}" not in inspect.getsource(engine.Engine._launch_subprocesses):
+        yield f"{traced.SPAWN_DETOKENIZER} does not get {name} by its name"
+    if not callable(getattr(engine, traced.CONTROLLER_FUNCTION, None)):
+        yield f"{engine.__name__} has no {traced.CONTROLLER_FUNCTION}"
+    for module in (detokenizer_manager, data_parallel_controller):
+        if traced.loads_plugins(module) == old:
+            yield f"{module.__name__} loads plugins: {not old} was expected"
+    for function in traced.ROLES:
+        modules = (scheduler, detokenizer_manager, data_parallel_controller)
+        if not any(hasattr(module, function) for module in modules) and not (old and function.endswith("_init_pipe")):
+            yield f"no process runs {function}"
+    if old and "self.ps = " not in inspect.getsource(scheduler.Scheduler.__init__):
+        yield "schedulers have no ps"
 
 
 def modelopt() -> Iterator[str]:
@@ -323,11 +379,10 @@ def _model(method: type) -> nn.Module:
 
 def main() -> int:
     """Print what was found."""
-    problems = [
-        problem
-        for check in (imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods)
-        for problem in check()
-    ]
+    checks = (
+        imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods, start_phases,
+    )  # fmt: skip
+    problems = [problem for check in checks for problem in check()]
     options = set(parser()._option_string_actions)
     problems += [*spellings(options), *mode(options)]
     known = server_arguments()
