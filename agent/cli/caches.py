@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from weightcache import paths
 from weightcache.cli import ranks
 from weightcache.cli.parsing import Parser, add_global
-from weightcache.compiled import places, store
+from weightcache.compiled import places
+from weightcache.compiled.entry import Entry, in_use, measure
+from weightcache.compiled.store import open_store
 from weightcache.errors import InUse
 from weightcache.text import count, duration, escape, size, table
 
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     """List the stamps."""
     site = ranks.open_site(options)
     ranks.warn_of_config(site)
-    found = store.open_store(paths.cache_dir())
+    found = open_store(paths.cache_dir(), make=False)
     rows = [_row(entry) for entry in found.entries()]
     own = places.operators(os.environ)
     if options.json:
@@ -76,11 +78,11 @@ def run(options: argparse.Namespace) -> int:
 
 def run_clean(options: argparse.Namespace) -> int:
     """Remove stamps; raises InUse if one of those that should go is in use."""
-    found = store.open_store(paths.cache_dir())
+    found = open_store(paths.cache_dir(), make=False)
     wanted = found.entries()[0 if options.all else 1 :]
     gone, kept, freed = [], [], 0
     for entry in wanted:
-        taken = store.measure(entry.directory).bytes
+        taken = measure(entry.directory).bytes
         if found.remove(entry):
             gone.append(entry.stamp)
             freed += taken
@@ -96,15 +98,15 @@ def run_clean(options: argparse.Namespace) -> int:
     return 0
 
 
-def _row(entry: store.Entry) -> dict[str, Any]:
-    taken = store.measure(entry.directory)
+def _row(entry: Entry) -> dict[str, Any]:
+    taken = measure(entry.directory)
     return {
         "stamp": entry.stamp,
         "directory": str(entry.directory),
         "bytes": taken.bytes,
         "files": taken.files,
         "used_at": entry.used,
-        "in_use": store.in_use(entry),
+        "in_use": in_use(entry),
         "facts": dict(entry.facts),
         "stay": list(entry.stay),
     }

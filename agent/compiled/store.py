@@ -14,14 +14,14 @@ import json
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from weightcache.compiled import places
+from weightcache.compiled.entry import LOCK, STAMP, Entry, lock, measure, read
 from weightcache.errors import PermissionRefused, WeightcacheError
 
 if TYPE_CHECKING:
@@ -37,26 +37,7 @@ ABANDONED_SECONDS = 3600.0
 """A directory that is being made is complete within milliseconds."""
 DAY = 86400.0
 
-_OWN = ("lock", "stamp.json", "rehearsed.json")
 _STAMP = re.compile(r"[0-9a-f]{16}")
-_MOST = 1 << 20
-_MOST_KEPT = 100
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One stamp's directory. ``facts`` is empty where its file cannot be read; ``used`` is a time of day."""
-
-    directory: Path
-    facts: Mapping[str, str] = field(default_factory=dict)
-    stay: tuple[str, ...] = ()
-    """The variables whose compilers keep writing where they did before weightcache came."""
-    used: float = 0.0
-
-    @property
-    def stamp(self) -> str:
-        """Its name."""
-        return self.directory.name
 
 
 @dataclass(slots=True)
@@ -73,9 +54,13 @@ class Held:
         os.close(self.fd)
 
 
-def open_store(cache: Path) -> Store:
-    """The store below a cache directory, which is made. Raises PermissionRefused."""
-    return Store(_private(_private(cache) / NAME))
+def open_store(cache: Path, make: bool = True) -> Store:
+    """The store below a cache directory, made if need be, or empty if not ``make``. Raises PermissionRefused."""
+    root = cache / NAME
+    if make or root.exists():
+        _private(cache)
+        _private(root)
+    return Store(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +77,9 @@ class Store:
             try:
                 if not target.is_dir():
                     self._make(target, stamp, environment)
-                if (fd := _lock(target, fcntl.LOCK_SH)) is not None:
-                    os.utime(fd)
+                if (fd := lock(target, fcntl.LOCK_SH)) is not None:
+                    with contextlib.suppress(OSError):  # a disk that became read-only has what it has
+                        os.utime(fd)
                     return Held(read(target), fd)
             except FileNotFoundError:
                 self.root.mkdir(mode=0o700, exist_ok=True)  # removed in this moment
@@ -131,7 +117,7 @@ class Store:
     def remove(self, entry: Entry) -> bool:
         """Remove one directory; False if it is in use or cannot be removed."""
         try:
-            fd = _lock(entry.directory, fcntl.LOCK_EX)
+            fd = lock(entry.directory, fcntl.LOCK_EX)
         except OSError:
             return False
         if fd is None:
@@ -160,8 +146,8 @@ class Store:
         made = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
         try:
             text = json.dumps({"schema": SCHEMA, "facts": dict(stamp.facts), "stay": list(stay)}, indent=2) + "\n"
-            _write(made / "stamp.json", text)
-            _write(made / "lock", "")
+            _write(made / STAMP, text)
+            _write(made / LOCK, "")
             with contextlib.suppress(FileExistsError):
                 made.rename(target)
         except OSError as error:
@@ -176,105 +162,6 @@ class Store:
             with contextlib.suppress(OSError):
                 if path.name.startswith(".gone-") or time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                     shutil.rmtree(path, ignore_errors=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What lies in a directory: regular files, and the bytes that they take on the disk."""
-
-    files: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: Measured) -> Measured:
-        return Measured(self.files + other.files, self.bytes + other.bytes)
-
-
-def measure(directory: Path) -> Measured:
-    """Count compiled files below ``directory``; what goes while this looks is not counted."""
-    files = size = 0
-    for path in walk(directory):
-        with contextlib.suppress(OSError):
-            size += path.lstat().st_blocks * 512
-            files += 1
-    return Measured(files, size)
-
-
-def walk(directory: Path) -> Iterator[Path]:
-    """The regular files below ``directory``, without the store's own."""
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            path = Path(folder, name)
-            if folder == str(directory) and name in _OWN:
-                continue
-            with contextlib.suppress(OSError):
-                if stat.S_ISREG(path.lstat().st_mode):
-                    yield path
-
-
-def read(directory: Path) -> Entry:
-    """What is known of a stamp's directory; garbage in it is no error."""
-    facts: dict[str, str] = {}
-    stay: tuple[str, ...] = ()
-    with contextlib.suppress(OSError, ValueError, RecursionError), (directory / "stamp.json").open("rb") as file:
-        found = json.loads(file.read(_MOST))
-        if isinstance(found, dict) and isinstance(found.get("facts"), dict):
-            facts = {str(name): str(value) for name, value in found["facts"].items()}
-            known = {place.variable for place in places.PLACES}
-            stay = tuple(name for name in found.get("stay", []) if isinstance(name, str) and name in known)
-    used = 0.0
-    for name in ("lock", "."):
-        with contextlib.suppress(OSError):
-            used = used or (directory / name).stat().st_mtime
-    return Entry(directory, facts, stay, used)
-
-
-def remembered(entry: Entry, name: str) -> dict[str, float]:
-    """What ``remember`` wrote down in this environment, with the time of day; garbage is nothing."""
-    try:
-        with (entry.directory / name).open("rb") as file:
-            found = json.loads(file.read(_MOST))
-        return {str(what): float(when) for what, when in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return {}
-
-
-def remember(entry: Entry, name: str, what: str) -> None:
-    """Write down that ``what`` happened now. A full disk only means that it happens again."""
-    latest = sorted({**remembered(entry, name), what: time.time()}.items(), key=lambda item: item[1])[-_MOST_KEPT:]
-    with contextlib.suppress(OSError):
-        fd, made = tempfile.mkstemp(prefix=f".{name}-", dir=entry.directory)
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(json.dumps(dict(latest)))
-        Path(made).replace(entry.directory / name)
-
-
-def in_use(entry: Entry) -> bool:
-    """Whether a launcher holds it now."""
-    try:
-        fd = _lock(entry.directory, fcntl.LOCK_EX)
-    except OSError:
-        return False
-    if fd is None:
-        return True
-    os.close(fd)
-    return False
-
-
-def _lock(directory: Path, kind: int) -> int | None:
-    """A descriptor that holds the directory's lock; None if others hold it, or it is no longer the directory's."""
-    path = directory / "lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), path.lstat()):
-            return fd
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(fd)
-        raise
-    os.close(fd)
-    return None
 
 
 def _private(path: Path) -> Path:

@@ -30,11 +30,14 @@ def made(cache: store.Store, age: float, **facts: str) -> Path:
     return directory
 
 
-def test_nothing_yet(host, cache):
+def test_nothing_yet_and_nothing_is_made(host, cache):
+    cache.root.rmdir()
     result = host.wcache("caches")
     assert (result.status, result.err) == (0, "")
     assert result.out.startswith(f"nothing yet in {cache.root}")
     assert json.loads(host.wcache("caches", "--json").out)["stamps"] == []
+    assert host.wcache("caches", "clean", "--all").out == "removed 0 stamps, 0 GB\n"
+    assert not cache.root.exists()
 
 
 def test_stamps_with_what_they_stand_for(host, cache, monkeypatch):

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from weightcache.compiled import store
+from weightcache.compiled import entry as entries, store
+from weightcache.compiled.entry import Entry
 from weightcache.compiled.stamp import Stamp
-from weightcache.compiled.store import Entry, Store
+from weightcache.compiled.store import Store
+from weightcache.compiled.written import Written
 from weightcache.config import CompiledConfig
 from weightcache.errors import PermissionRefused, WeightcacheError
 
@@ -43,7 +45,7 @@ def made(cache: Store, torch: str, age_days: float = 0.0, size: int = 0) -> Entr
     (directory / "triton" / "kernel").write_bytes(b"x" * size)
     moment = time.time() - age_days * DAY
     os.utime(directory / "lock", (moment, moment))
-    return store.read(directory)
+    return entries.read(directory)
 
 
 def names(entries: tuple[Entry, ...]) -> list[str]:
@@ -57,9 +59,9 @@ def test_a_directory_says_what_it_stands_for_and_when_it_was_used(cache: Store) 
         assert json.loads((held.entry.directory / "stamp.json").read_text())["facts"] == stamp.facts
         assert held.entry.directory.stat().st_mode & 0o777 == 0o700
         assert abs(held.entry.used - time.time()) < 60
-        assert store.in_use(held.entry)
+        assert entries.in_use(held.entry)
         assert not os.get_inheritable(held.fd)
-    assert not store.in_use(held.entry)
+    assert not entries.in_use(held.entry)
     os.utime(held.entry.directory / "lock", (1, 1))
     with cache.hold(stamp, {}) as again:
         assert again.entry.directory == held.entry.directory
@@ -163,8 +165,8 @@ def test_garbage_is_left_alone_or_tidied_up(cache: Store) -> None:
         (folder / "triton").mkdir(parents=True)
     os.utime(abandoned, (1, 1))
     assert {entry.stamp for entry in cache.entries()} == {keep.stamp, broken.name}
-    assert store.read(broken).facts == {}
-    assert not store.in_use(store.read(broken))
+    assert entries.read(broken).facts == {}
+    assert not entries.in_use(entries.read(broken))
     assert cache.collect(CompiledConfig(max_bytes=0, keep_days=0), own=keep.stamp) == ()
     assert not left.exists()
     assert not abandoned.exists()
@@ -192,7 +194,7 @@ def test_a_directory_without_its_files_is_used_all_the_same(cache: Store) -> Non
     for name in ("lock", "stamp.json"):
         (entry.directory / name).unlink()
     with cache.hold(Stamp({"torch": "2"}), {}) as held:
-        assert store.in_use(held.entry)
+        assert entries.in_use(held.entry)
         assert (held.entry.directory / "triton" / "kernel").exists()
 
 
@@ -223,20 +225,34 @@ def test_a_first_stamp_leaves_full_caches_where_they_are(tmp_path: Path, cache: 
 def test_only_what_compilers_wrote_is_counted(cache: Store) -> None:
     entry = made(cache, "2", size=5000)
     (entry.directory / "triton" / "link").symlink_to("kernel")
-    store.remember(entry, "rehearsed.json", "x")
-    assert store.measure(entry.directory).files == 1
-    assert 5000 <= store.measure(entry.directory).bytes <= 16384
+    entries.remember(entry, "x")
+    assert entries.measure(entry.directory).files == 1
+    assert 5000 <= entries.measure(entry.directory).bytes <= 16384
 
 
 def test_what_happened_is_remembered_and_garbage_is_nothing(cache: Store) -> None:
     entry = made(cache, "2")
-    assert store.remembered(entry, "rehearsed.json") == {}
+    assert entries.rehearsed(entry) == {}
     for i in range(150):
-        store.remember(entry, "rehearsed.json", str(i))
-    kept = store.remembered(entry, "rehearsed.json")
+        entries.remember(entry, str(i))
+    kept = entries.rehearsed(entry)
     assert len(kept) == 100
     assert "149" in kept
     for text in ("", "[1]", '{"a": "b"}', "{", "[" * 5000):
         (entry.directory / "rehearsed.json").write_text(text)
-        assert store.remembered(entry, "rehearsed.json") == {}
+        assert entries.rehearsed(entry) == {}
     assert not list(entry.directory.glob(".rehearsed*"))
+
+
+def test_what_was_written_since(tmp_path: Path, cache: Store) -> None:
+    (tmp_path / ".triton/cache/kernel").mkdir(parents=True)
+    environment = {"HOME": str(tmp_path), "QUACK_CACHE_DIR": str(tmp_path / "mine")}
+    with cache.hold(Stamp({"torch": "2"}), environment) as held:
+        (held.entry.directory / "old").write_text("x")
+        written = Written(held.entry, environment)
+        assert written.since().files == 0
+        for folder in (held.entry.directory, tmp_path / ".triton/cache/kernel", tmp_path / "mine"):
+            folder.mkdir(exist_ok=True)
+            (folder / "new").write_text("four")
+        entries.remember(held.entry, "x")
+        assert (written.since().files, written.since().bytes) == (3, 12)

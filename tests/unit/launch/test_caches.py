@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.unit.launch.support import ATTACHED, eventually
 from weightcache.compiled import store
+from weightcache.compiled.entry import in_use
 
 GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
 
@@ -22,7 +23,7 @@ def test_the_directory_is_in_use_while_the_engine_runs_and_no_longer(launcher, a
     process = launcher.start("--model-path", "/models/a")
     launcher.wait_for("serving")
     (entry,) = compiled(launcher).entries()
-    assert store.in_use(entry)
+    assert in_use(entry)
     (run,) = launcher.runs
     assert run["env"]["QUACK_CACHE_DIR"] == str(entry.directory / "quack")
     # The engine has no descriptor of the lock: one that lingers must not hold it.
@@ -33,7 +34,7 @@ def test_the_directory_is_in_use_while_the_engine_runs_and_no_longer(launcher, a
     assert holders == {process.pid}
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=10)
-    assert eventually(lambda: not store.in_use(entry), 10)
+    assert eventually(lambda: not in_use(entry), 10)
 
 
 def _target(link: Path) -> str:
