@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 import sys
 import uuid
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache import config as configuration
 from weightcache.config import Config, RankConfig
 from weightcache.engine.directive import Directive
 from weightcache.errors import ConfigError, Mismatch, UsageError, WeightcacheError
-from weightcache.launch import caches, daemon, decisions, explain, layout, restart, session, sockets, supervisor
+from weightcache.launch import (
+    caches,
+    daemon,
+    decisions,
+    explain,
+    interpreter,
+    layout,
+    restart,
+    session,
+    sockets,
+    supervisor,
+)
 from weightcache.launch.arguments import Options, split
 from weightcache.launch.console import say, write
 from weightcache.launch.help import HELP
@@ -61,7 +69,7 @@ def _main(argv: Sequence[str]) -> int:
         where = sockets.directory(options.runtime_dir, config)
         found = sockets.discover(where, config, launch.text("device"), activate=False)
         return explain.explain(_of_this_launch(found, launch, ask_driver=True), launch, refused(launch))
-    python = _python(options, config)
+    python = interpreter.choose(options.python, config)
     if options.explain:
         return session.explain(_launch(options, config, launch, python))
     start = partial(_started, options, config, launch, python)
@@ -111,7 +119,8 @@ def _of_this_launch(found: sockets.Agents, launch: Given, ask_driver: bool) -> s
 
 def _plain(options: Options) -> int:
     """Become plain SGLang, with nothing added."""
-    python = _python(options, Config() if options.python else _config(options, strict=False))
+    config = Config() if options.python else _config(options, strict=False)
+    python = interpreter.choose(options.python, config)
     command = [python, "-m", "sglang.launch_server", *options.sglang]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -145,18 +154,6 @@ def _config(options: Options, strict: bool) -> Config:
         # The configuration is the agents'; an engine that may load from disk starts without it.
         say(f"{error.message}; going on with the defaults")
         return Config()
-
-
-def _python(options: Options, config: Config) -> str:
-    if options.python:
-        return options.python
-    if importlib.util.find_spec("sglang") is not None:
-        return sys.executable
-    if config.loader.command and Path(config.loader.command[0]).name.startswith("python"):
-        return config.loader.command[0]
-    if found := shutil.which("python3"):
-        return found
-    raise UsageError("no Python with SGLang is known: name it with --wcache-python")
 
 
 def _directive(options: Options, config: Config, launch: Given, python: str) -> Directive:
