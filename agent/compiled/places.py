@@ -10,6 +10,7 @@ path, which loader and engine have to see alike.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,13 @@ def variables(
         if cubins := next(filter(_used, found), None):
             result[CUBINS] = str(cubins)
     return result
+
+
+def make(directory: Path) -> None:
+    """Make the compilers' folders: whether each of them would make its own is not documented for all."""
+    for place in PLACES:
+        with contextlib.suppress(OSError):
+            (directory / place.folder).mkdir(mode=0o700, exist_ok=True)
 
 
 def operators(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from weightcache.config import CompiledConfig
 
 NAME = "compiled"
+MEASURED = ".measured"
 SCHEMA = 1
 LOCK_SECONDS = 5.0
 ABANDONED_SECONDS = 3600.0
@@ -93,10 +94,11 @@ class Store:
         """All stamps, the one that was used last first."""
         return tuple(sorted(map(read, self._directories()), key=lambda entry: (-entry.used, entry.stamp)))
 
-    def collect(self, limits: CompiledConfig, own: str = "") -> tuple[Entry, ...]:
+    def collect(self, limits: CompiledConfig, own: str = "", pause: float = 0.0) -> tuple[Entry, ...]:
         """Remove what was not used for long, then the oldest until all fit; never the last used, nor one in use.
 
-        ``own`` is kept too. Costs nothing while there is one stamp. Returns what was removed.
+        ``own`` is kept too. Sizes, which take a walk over all files, are not taken within ``pause`` seconds after the
+        last time, nor while there is one stamp. Returns what was removed.
         """
         self._tidy()
         newest, *others = self.entries() or (None,)
@@ -105,6 +107,8 @@ class Store:
             return ()
         limit = time.time() - limits.keep_days * DAY
         gone = [entry for entry in others if entry.used < limit and self.remove(entry)]
+        if not self._due(pause):
+            return tuple(gone)
         sizes = {entry.stamp: measure(entry.directory).bytes for entry in self.entries()}
         for entry in reversed([entry for entry in others if entry not in gone]):
             if sum(sizes.values()) <= limits.max_bytes:
@@ -130,6 +134,16 @@ class Store:
         finally:
             os.close(fd)
         shutil.rmtree(gone, ignore_errors=True)
+        return True
+
+    def _due(self, pause: float) -> bool:
+        """Whether sizes were not taken within ``pause`` seconds; from now on they were."""
+        marker = self.root / MEASURED
+        with contextlib.suppress(OSError):
+            if 0 <= time.time() - marker.stat().st_mtime < pause:
+                return False
+        with contextlib.suppress(OSError):
+            marker.touch(mode=0o600)
         return True
 
     def _directories(self) -> Iterator[Path]:

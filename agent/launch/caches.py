@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from weightcache.config import CompiledConfig
 
+MEASURE_SECONDS = 3600.0
+"""An engine that is started again and again need not have all files counted every time."""
+
 
 @contextlib.contextmanager
 def kept(levers: Sequence[str], limits: CompiledConfig, python: str) -> Iterator[Mapping[str, str]]:
@@ -33,7 +36,8 @@ def kept(levers: Sequence[str], limits: CompiledConfig, python: str) -> Iterator
                 held = stack.enter_context(store.hold(wanted, os.environ))
                 packaged = "flashinfer-cubin" in wanted.facts
                 variables = places.variables(held.entry.directory, os.environ, held.entry.stay, packaged)
-                for entry in store.collect(limits, held.entry.stamp):
+                places.make(held.entry.directory)
+                for entry in store.collect(limits, held.entry.stamp, MEASURE_SECONDS):
                     say(
                         f"compiled kernels of {entry.directory} were removed: see max_bytes and keep_days in [compiled]"
                     )

@@ -20,6 +20,13 @@ def test_every_compiler_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert len(folders) == len(NAMES)
     assert all(Path(folder).parent == tmp_path / "stamp" for folder in folders)
     assert made[places.CUDA_SIZE] == str(4 << 30)
+    (tmp_path / "stamp").mkdir()
+    places.make(tmp_path / "stamp")
+    assert all(Path(folder).is_dir() for folder in folders)
+    (tmp_path / "stamp" / "triton").rmdir()
+    (tmp_path / "stamp" / "triton").write_text("no folder")
+    places.make(tmp_path / "stamp")
+    places.make(tmp_path / "gone")
 
 
 def test_the_operators_own_variables_are_left_alone(tmp_path: Path) -> None:

@@ -140,6 +140,18 @@ def test_the_oldest_go_until_all_fit(cache: Store) -> None:
     assert names(cache.collect(CompiledConfig(max_bytes=0))) == ["b"]
 
 
+def test_sizes_are_not_taken_at_every_start(cache: Store) -> None:
+    for torch, age in (("a", 1), ("b", 2), ("c", 50)):
+        made(cache, torch, age, size=1 << 20)
+    cache.collect(CompiledConfig(max_bytes=1 << 30, keep_days=100), pause=3600)
+    assert names(cache.collect(CompiledConfig(max_bytes=0), pause=3600)) == ["c"]  # age needs no size
+    os.utime(cache.root / ".measured", (1, 1))
+    assert names(cache.collect(CompiledConfig(max_bytes=0), pause=3600)) == ["b"]
+    os.utime(cache.root / ".measured", (time.time() + DAY, time.time() + DAY))  # a clock that was wrong
+    made(cache, "d", 3)
+    assert names(cache.collect(CompiledConfig(max_bytes=0), pause=3600)) == ["d"]
+
+
 def test_one_that_is_in_use_is_passed_over_for_an_older_one(cache: Store) -> None:
     made(cache, "new", 0, 1 << 20)
     made(cache, "old", 2, 1 << 20)
