@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,9 +91,10 @@ def _launch(options: Options, config: Config, launch: Given, python: str) -> ses
 @contextmanager
 def _started(options: Options, config: Config, launch: Given, python: str) -> Iterator[session.Launch]:
     """What to run, decided now; inside the block, what it needs besides is held."""
+    began = time.monotonic()
     plan = _launch(options, config, launch, python)
     with caches.kept(options.levers, config.compiled, python) as variables:
-        yield replace(plan, variables=variables)
+        yield replace(plan, variables=variables, began=began)
 
 
 def _pool(options: Options, launch: Given) -> Pool | None:

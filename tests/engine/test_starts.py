@@ -47,7 +47,12 @@ def wcache(version: str, *arguments: str) -> str:
 
 def test_one_line_says_what_took_the_time(attached: Attached) -> None:
     start = start_of(attached.engine)
-    lines = [line for line in support.lines(attached.engine) if line.startswith("serving after ")]
+
+    def said() -> list[str]:
+        return [line for line in support.lines(attached.engine) if line.startswith("serving after ")]
+
+    eventually(lambda: bool(said()), 10.0, attached.engine.tail)  # the trace comes before the report
+    lines = said()
     assert lines == [phases.sentence(start)]
     found = re.fullmatch(r"serving after ([\d.]+) s \(first token after ([\d.]+) s\): (.+)", lines[0])
     assert found, lines
