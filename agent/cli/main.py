@@ -40,6 +40,8 @@ examples:
   wcache drain --rank 1 --wait 300     stop giving out rank 1's weights, wait for its engines, free them
   wcache config set memory.backend host
   wcache starts show                   what the last start of an engine spent its time on
+  wcache rehearse                      have an engine's kernels compiled before one is needed
+  wcache caches                        which compiled kernels are kept
   wcache doctor                        what is missing on this machine, and what to do about it
 
 exit status:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import http.client
@@ -36,7 +37,10 @@ WITHOUT = "graphs,warmup,workers"
 
 # Not -m: where packages installed it, only the programs know where weightcache is.
 _LAUNCH = "import sys; sys.path[:] = {path!r}; from weightcache.launch.main import main; sys.exit(main())"
+_OWN = "weightcache: "
 _TAIL_LINES = 12
+_MOST_LOG = 16 << 20
+_MOST_LINE = 4096
 _MOST_ANSWER = 16 << 20
 _MOST_YAML = 1 << 20
 _BATCH = 8
@@ -59,9 +63,9 @@ class Engine:
     def __init__(self, port: int, key: str, log: Path, deadline: float) -> None:
         self._port = port
         self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        self._log = log
+        self._log = _Log(log)
         self._deadline = deadline
-        self._said = 0
+        self._word = ""
 
     def answers(self) -> bool:
         """Whether it takes requests."""
@@ -88,19 +92,19 @@ class Engine:
 
     def news(self) -> list[str]:
         """What wcache-launch itself has said since the last call."""
-        lines = [line for line in self._lines() if line.startswith("weightcache: ")]
-        new, self._said = lines[self._said :], len(lines)
-        return [line.removeprefix("weightcache: ") for line in new]
+        new = [line.removeprefix(_OWN) for line in self._log.new() if line.startswith(_OWN)]
+        self._word = (new or [self._word])[-1]
+        return new
+
+    def why(self) -> str:
+        """The last that wcache-launch said, which is why it ended; else the end of the log."""
+        self.news()
+        return self._word or self.tail()
 
     def tail(self) -> str:
         """The end of its log, as part of a sentence."""
-        return "; ".join(line.strip() for line in self._lines()[-_TAIL_LINES:] if line.strip())
-
-    def _lines(self) -> list[str]:
-        try:
-            return self._log.read_text(errors="replace").splitlines()
-        except OSError:
-            return []
+        self._log.new()
+        return "; ".join(line.strip() for line in self._log.last if line.strip())
 
     def _json(self, verb: str, path: str, body: object = None) -> dict[str, Any]:
         answer = json.loads(self._ask(verb, path, body, max(1.0, self._deadline - time.monotonic())))
@@ -115,6 +119,31 @@ class Engine:
             if response.status != 200:
                 raise ValueError(f"{path} answered {response.status}: {data[:200].decode(errors='replace')}")
             return data
+
+
+class _Log:
+    """A file that grows: read once, a part at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._partial = b""
+        self.last: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+
+    def new(self) -> list[str]:
+        """The lines since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(_MOST_LOG)
+        except OSError:
+            return []
+        self._offset += len(data)
+        *whole, self._partial = (self._partial + data).replace(b"\r", b"\n").split(b"\n")
+        self._partial = self._partial[-_MOST_LINE:]
+        lines = [line[-_MOST_LINE:].decode(errors="replace") for line in whole]
+        self.last.extend(lines)
+        return lines
 
 
 def _requests(info: dict[str, Any], generates: bool) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -208,10 +237,8 @@ def _end(process: subprocess.Popen[bytes], held: Tree) -> None:
 
 def _error(status: int, engine: Engine) -> WeightcacheError:
     """An error with the exit status that wcache-launch ended with, and its last words."""
-    words = engine.news()
-    text = words[-1] if words else engine.tail()
     known = {cls.exit_status: cls for cls in reversed(list(tree()))}
-    return known.get(status, LoadFailed)(f"no rehearsal: {text or f'wcache-launch ended with {status}'}")
+    return known.get(status, LoadFailed)(f"no rehearsal: {engine.why() or f'wcache-launch ended with {status}'}")
 
 
 def _with_key(arguments: Sequence[str], key: str, file: Path) -> list[str]:

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from weightcache.cli import ranks, rehearse_room
 from weightcache.config_checks import model_path
-from weightcache.errors import AgentUnavailable, Degraded, Drained, Empty, NotReady, StillLoading, WeightcacheError
+from weightcache.errors import (
+    AgentUnavailable,
+    Degraded,
+    Drained,
+    Empty,
+    NotReady,
+    StillLoading,
+    WeightcacheError,
+    from_code,
+)
 from weightcache.launch import layout
 from weightcache.launch.sglang_options import given
 from weightcache.monitor.site import choose_ranks
@@ -80,7 +89,7 @@ def _weights(site: Site, chosen: bool, from_disk: bool) -> list[RankView]:
 def _refusal(view: RankView) -> WeightcacheError:
     rank, state = view.status.rank, view.status.state
     if view.agent != "up":
-        why = view.reason.message if view.reason is not None else "no agent answers"
-        return AgentUnavailable(f"no rehearsal: rank {rank}: {why}")
+        code, why = (view.reason.code, view.reason.message) if view.reason is not None else ("no-agent", "none answers")
+        return from_code(code, f"no rehearsal: rank {rank}: {why}")
     text = f"no rehearsal: rank {rank} is {state}, and a second copy from disk was not asked for (--from-disk)"
     return _STATES.get(state, NotReady)(text)
