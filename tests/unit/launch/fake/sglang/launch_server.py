@@ -11,6 +11,7 @@ from pathlib import Path
 
 from weightcache import records
 from weightcache.engine import directive
+from weightcache.starts.record import Writer, process_began
 
 
 def main() -> None:
@@ -32,6 +33,14 @@ def step(name: str, arguments: list, told: directive.Directive | None, here: Pat
         directive.send_report(told, directive.PluginReady(os.getpid(), arguments[0], "0.0.0"))
     elif name == "decision":
         directive.send_report(told, records.from_plain(directive.Decision, arguments[0]))
+    elif name == "trace":
+        kind, what, how = arguments
+        began = {"began": process_began()} if kind == "process" else None
+        Writer.to(told.trace).mark(kind, what, how=how, facts=began)
+    elif name == "milestone":
+        now = time.monotonic()
+        Writer.to(told.trace).mark("point", arguments[0], at=now)
+        directive.send_report(told, directive.Milestone(os.getpid(), arguments[0], now))
     elif name == "listen":
         port = int(sys.argv[sys.argv.index("--port") + 1])
         globals()["listener"] = socket.create_server(("127.0.0.1", port))
