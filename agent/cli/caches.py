@@ -9,12 +9,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from weightcache import paths
 from weightcache.cli import ranks
 from weightcache.cli.parsing import Parser, add_global
 from weightcache.compiled import places
 from weightcache.compiled.entry import Entry, in_use, measure
-from weightcache.compiled.store import open_store
+from weightcache.compiled.store import of_user
 from weightcache.errors import InUse
 from weightcache.text import count, duration, escape, size, table
 
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """List the stamps."""
     site = ranks.open_site(options)
     ranks.warn_of_config(site)
-    found = open_store(paths.cache_dir(), make=False)
+    found = of_user(make=False)
     rows = [_row(entry) for entry in found.entries()]
     own = places.operators(os.environ)
     if options.json:
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 def run_clean(options: argparse.Namespace) -> int:
     """Remove stamps; raises InUse if one of those that should go is in use."""
-    found = open_store(paths.cache_dir(), make=False)
+    found = of_user(make=False)
     wanted = found.entries()[0 if options.all else 1 :]
     gone, kept, freed = [], [], 0
     for entry in wanted:

@@ -12,12 +12,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightcache import paths
 from weightcache.cli import ranks
 from weightcache.cli.parsing import Parser, add_global, add_wait
 from weightcache.compiled import stamp
 from weightcache.compiled.entry import Entry, Measured, rehearsed, remember
-from weightcache.compiled.store import open_store
+from weightcache.compiled.store import of_user
 from weightcache.compiled.written import Written
 from weightcache.config_checks import model_path
 from weightcache.errors import ConfigError, UsageError
@@ -77,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     python = interpreter.choose(options.python, config)
     wanted = stamp.of(python)
     try:
-        with ending.orderly(), open_store(paths.cache_dir()).hold(wanted, os.environ) as held:
+        with ending.orderly(), of_user().hold(wanted, os.environ) as held:
             ending.with_parent(0)  # a shell that ends is no reason to
             return _rehearse(options, site, arguments, python, held.entry)
     except ending.Ended as ended:

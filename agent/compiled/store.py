@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from weightcache import paths
 from weightcache.compiled import places
 from weightcache.compiled.entry import LOCK, STAMP, Entry, lock, measure, read
 from weightcache.errors import PermissionRefused, WeightcacheError
@@ -53,6 +54,14 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         os.close(self.fd)
+
+
+def of_user(make: bool = True) -> Store:
+    """The store of this user (paths.cache_dir); see ``open_store``."""
+    try:
+        return open_store(paths.cache_dir(), make)
+    except RuntimeError:  # neither $HOME nor an entry in passwd(5), as in some containers
+        raise PermissionRefused("this user has no home directory: WEIGHTCACHE_CACHE_DIR names a place") from None
 
 
 def open_store(cache: Path, make: bool = True) -> Store:

@@ -6,9 +6,7 @@ import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from weightcache import paths
-from weightcache.compiled import places, stamp
-from weightcache.compiled.store import open_store
+from weightcache.compiled import places, stamp, store
 from weightcache.errors import WeightcacheError
 from weightcache.launch.console import say
 
@@ -32,15 +30,15 @@ def kept(levers: Sequence[str], limits: CompiledConfig, python: str) -> Iterator
         if "caches" in levers:
             try:
                 wanted = stamp.of(python)
-                store = open_store(paths.cache_dir())
-                held = stack.enter_context(store.hold(wanted, os.environ))
+                found = store.of_user()
+                held = stack.enter_context(found.hold(wanted, os.environ))
                 packaged = "flashinfer-cubin" in wanted.facts
                 variables = places.variables(held.entry.directory, os.environ, held.entry.stay, packaged)
                 places.make(held.entry.directory)
-                for entry in store.collect(limits, held.entry.stamp, MEASURE_SECONDS):
+                for entry in found.collect(limits, held.entry.stamp, MEASURE_SECONDS):
                     say(
                         f"compiled kernels of {entry.directory} were removed: see max_bytes and keep_days in [compiled]"
                     )
-            except WeightcacheError as error:
-                say(f"compiled kernels are kept where SGLang keeps them: {error.message}")
+            except (WeightcacheError, OSError) as error:
+                say(f"compiled kernels are kept where SGLang keeps them: {error}")
         yield variables

@@ -201,6 +201,14 @@ def test_a_place_that_cannot_be_used_is_said(tmp_path: Path, cache: Store) -> No
         store.open_store(shared)
 
 
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WEIGHTCACHE_CACHE_DIR", "CACHE_DIRECTORY", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    with pytest.raises(PermissionRefused, match="WEIGHTCACHE_CACHE_DIR"):
+        store.of_user()
+
+
 def test_a_directory_without_its_files_is_used_all_the_same(cache: Store) -> None:
     entry = made(cache, "2")
     for name in ("lock", "stamp.json"):
