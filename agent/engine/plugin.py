@@ -28,13 +28,13 @@ def setup() -> None:
     directive = directives.read()
     if directive is None:
         return
-    from weightcache.engine import adapter, tracing
+    from weightcache.engine import adapter, hooking, tracing
 
     tracing.setup(directive)
     if adapter.SCHEDULER_MODULE in sys.modules and not _warm_main():
         _register_scheduler(directive)
     elif multiprocessing.parent_process() is None:
-        _register(adapter.LOAD_PLUGINS, _when_everything_is_imported(directive))
+        hooking.around(adapter.LOAD_PLUGINS, _when_everything_is_imported(directive))
         directives.send_report(directive, directives.PluginReady(os.getpid(), "main", adapter.version()))
 
 
@@ -44,25 +44,19 @@ def _warm_main() -> bool:
     return multiprocessing.parent_process() is None and getattr(spec, "name", "") == adapter_warm.SERVER_MODULE
 
 
-def _register(target: str, hook: Callable[..., Any]) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    HookRegistry.register(target, hook, HookType.AROUND)
-
-
 def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
     """SGLang calls load_plugins again just before it launches; by then the HTTP side is imported and can be hooked."""
 
     def around(original: Callable[[], None]) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        from weightcache.engine import adapter, refusals, tracing
+        from weightcache.engine import adapter, hooking, refusals, tracing
 
         original()
         tracing.imported()
         if adapter.TOKENIZER_CONTROL.rpartition(".")[0] in sys.modules:
             for verb in ("release_memory_occupation", "resume_memory_occupation"):
-                _register(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))
+                hooking.around(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))
         _register_server(directive)
         HookRegistry.apply_hooks()
 
@@ -70,17 +64,17 @@ def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
 
 
 def _register_server(directive: Directive) -> None:
-    from weightcache.engine import adapter_server, listener, warmup
+    from weightcache.engine import adapter_server, hooking, listener, warmup
 
     if directive.listener:
-        _register(adapter_server.SERVER_STARTUP, listener.hook(directive))
+        hooking.around(adapter_server.SERVER_STARTUP, listener.hook(directive))
     if warmup.LEVER in directive.levers and directive.warmed and adapter_server.HTTP_SERVER in sys.modules:
-        _register(adapter_server.WAIT_AND_WARMUP, warmup.hook(Path(directive.warmed)))
+        hooking.around(adapter_server.WAIT_AND_WARMUP, warmup.hook(Path(directive.warmed)), copies=False)
 
 
 def _register_scheduler(directive: Directive) -> None:
     from weightcache import transport
-    from weightcache.engine import adapter, refusals
+    from weightcache.engine import adapter, hooking, refusals
 
     transport.make_room()
     hooks: dict[str, Callable[..., Any]] = {
@@ -96,21 +90,19 @@ def _register_scheduler(directive: Directive) -> None:
         if hasattr(SchedulerWeightUpdaterManager, verb):  # 0.5.17 has no begin and end
             hooks[f"{adapter.WEIGHT_UPDATER}.{verb}"] = refusals.hook(verb)
     for target, hook in hooks.items():
-        _register(target, hook)
+        hooking.around(target, hook)
     _expected.update(hooks)
     _register_late_graphs(directive)
 
 
 def _register_late_graphs(directive: Directive) -> None:
     """A lever, which no engine depends on: not among the hooks that have to take."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from weightcache.engine import late_graphs
+    from weightcache.engine import hooking, late_graphs
 
     if directive.purpose == "engine" and late_graphs.LEVER in directive.levers:
-        late = late_graphs.Late(lambda targets: targets <= HookRegistry._patched)
+        late = late_graphs.Late(lambda targets: not hooking.missing(targets))
         for target, hook in late.hooks().items():
-            _register(target, hook)
+            hooking.around(target, hook, copies=False)
 
 
 _expected: set[str] = set()
@@ -136,12 +128,9 @@ def _load_model(directive: Directive) -> Callable[..., Any]:
 
 
 def _prove_hooks(directive: Directive) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry
+    from weightcache.engine import adapter, hooking
 
-    from weightcache.engine import adapter
-
-    missing = sorted(_expected - HookRegistry._patched)
-    if missing:
+    if missing := hooking.missing(_expected):
         raise WeightcacheError(f"SGLang {adapter.version()} does not let weightcache hook {', '.join(missing)}")
     directives.send_report(directive, directives.PluginReady(os.getpid(), "scheduler", adapter.version()))
 

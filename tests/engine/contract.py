@@ -153,11 +153,16 @@ def signatures() -> Iterator[str]:
     with set_default_torch_dtype(torch.float16):
         if torch.get_default_dtype() is not torch.float16:
             yield "set_default_torch_dtype does nothing"
-    if not isinstance(HookRegistry._patched, set) or parameters(HookRegistry.register)[:3] != [
-        "target",
-        "hook",
-        "hook_type",
-    ]:
+    if (
+        not isinstance(HookRegistry._hooks, dict)
+        or not isinstance(HookRegistry._patched, set)
+        or parameters(HookRegistry.register)[:3]
+        != [
+            "target",
+            "hook",
+            "hook_type",
+        ]
+    ):
         yield f"HookRegistry.register takes {parameters(HookRegistry.register)}"
     if not hasattr(HookType, "AROUND") or not callable(HookRegistry.apply_hooks):
         yield "HookRegistry has no AROUND hooks"
