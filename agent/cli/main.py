@@ -55,6 +55,7 @@ exit status:
 
 environment:
   WEIGHTCACHE_RUNTIME_DIR   directory of the sockets, where neither option nor configuration names one
+  WEIGHTCACHE_STATE_DIR     directory of what launches remember, where it is not ~/.local/state/weightcache
   WEIGHTCACHE_NODE_RANK     which of deployment.nodes this host is, where its names and addresses do not say so
   WEIGHTCACHE_TRACEBACK=1   show where in the program an error came from
   NO_COLOR                  never use colour"""

@@ -49,9 +49,7 @@ def register(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    starts = _starts(options)[::-1]
-    earlier = [comparison.previous(start, reversed(starts[:place])) for place, start in enumerate(starts)]
-    pairs = list(zip(starts, earlier, strict=True))
+    pairs = comparison.pairs(reversed(_starts(options)))
     if options.json:
         print(json.dumps({"schema": 1, "starts": [words.plain(*pair) for pair in pairs]}, indent=2))
         return 0

@@ -90,10 +90,13 @@ def _setup(directive: Directive) -> None:
     _trace.directive = directive
     _trace.writer = Writer.to(directive.trace)
     role = _role()
+    began = time.monotonic()
+    with suppress(OSError, ValueError, IndexError):
+        began = process_began()
     if _trace.handed_over is None:
-        _trace.writer.mark("process", role, how="cold", facts={"began": process_began()})
+        _trace.writer.mark("process", role, how="cold", facts={"began": began})
     else:
-        waited = {"began": _trace.handed_over, "waited_since": process_began()}
+        waited = {"began": _trace.handed_over, "waited_since": began}
         _trace.writer.mark("process", role, how="warm", facts=waited)
     if role == "main":
         _wrap_phases(sglang.ARGUMENTS)

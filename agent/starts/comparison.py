@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weightcache.starts.phases import LAUNCHER, OTHER, phases
+from weightcache.starts.phases import LAUNCHER, OTHER, length, phases
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,7 @@ class Slower:
 
 def like(start: Start) -> tuple[object, ...] | None:
     """What starts have in common that can be compared; None for one that says too little."""
-    if start.header is None or not phases(start):
+    if start.header is None or length(start) is None:
         return None
     return (start.header.arguments, start.header.levers, start.how, start.outcome, len(start.attempts))
 
@@ -39,6 +39,18 @@ def previous(start: Start, newest_first: Iterable[Start]) -> Start | None:
     if kind is None:
         return None
     return next((other for other in newest_first if other.number < start.number and like(other) == kind), None)
+
+
+def pairs(oldest_first: Iterable[Start]) -> list[tuple[Start, Start | None]]:
+    """Each start with the one that it is compared with."""
+    last: dict[tuple[object, ...], Start] = {}
+    found: list[tuple[Start, Start | None]] = []
+    for start in oldest_first:
+        kind = like(start)
+        found.append((start, last.get(kind) if kind else None))
+        if kind:
+            last[kind] = start
+    return found
 
 
 def slower(start: Start, before: Start) -> tuple[Slower, ...]:

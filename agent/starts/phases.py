@@ -96,11 +96,12 @@ def group(span: Span) -> str:
 
 
 def sentence(start: Start) -> str:
-    """``serving after 20.5 s: imports 13.1, weights 0.2, ...``; empty for a start that never got ready."""
+    """``serving after 20.5 s: imports 13.1, weights 0.2, ..., other 1.1``; empty for a start that never got ready."""
     until = length(start)
     if until is None:
         return ""
     token = start.point(WARM_UP_TOKEN)
     first = f" (first token after {token:.1f} s)" if token is not None and token <= until else ""
-    shown = [f"{name} {seconds:.1f}" for name, seconds in phases(start).items() if seconds >= 0.05 or name == "weights"]
+    found = sorted(phases(start).items(), key=lambda entry: entry[0] == OTHER)
+    shown = [f"{name} {seconds:.1f}" for name, seconds in found if seconds >= 0.05 or name == "weights"]
     return f"serving after {until:.1f} s{first}: {', '.join(shown)}"

@@ -27,7 +27,7 @@ def test_phases_add_up_to_the_length() -> None:
 def test_the_sentence() -> None:
     assert phases.sentence(usual().start()) == (
         "serving after 22.5 s (first token after 22.0 s): launcher 0.5, imports 16.0, arguments 1.0, distributed 0.5, "
-        "weights 0.2, other 1.2, graphs 1.0, warm-up 2.0"
+        "weights 0.2, graphs 1.0, warm-up 2.0, other 1.2"
     )
     assert phases.sentence(Trace().start()) == ""
 
@@ -95,6 +95,24 @@ def test_the_last_one_is_compared_and_none_after() -> None:
     before = comparison.previous(start, others)
     assert before is not None
     assert before.number == 3
+
+
+def test_all_starts_are_paired_as_one_by_one() -> None:
+    starts = [
+        usual().start(1), usual(outcome="disk").start(2), Trace().start(3), usual().start(4),
+        usual(how="warm").start(5), usual(outcome="disk").start(6), reading.parse(7, b"garbage"), usual().start(8),
+    ]  # fmt: skip
+    assert comparison.pairs(starts) == [(start, comparison.previous(start, starts[::-1])) for start in starts]
+    assert [before and before.number for _, before in comparison.pairs(starts)] == [
+        None,
+        None,
+        None,
+        1,
+        None,
+        2,
+        None,
+        4,
+    ]
 
 
 def test_a_phase_that_became_slower_is_named() -> None:
