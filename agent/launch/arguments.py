@@ -21,7 +21,8 @@ VALUES = (
     "--wcache-on-mismatch", "--wcache-wait", "--wcache-runtime-dir", "--wcache-config", "--wcache-python",
     "--wcache-without",
 )  # fmt: skip
-FLAGS = ("--wcache-explain", "--wcache-unproven", "--wcache-restart", "--wcache-help")
+PLAIN = ("--wcache-unproven", "--wcache-restart", "--wcache-hold-port", "--wcache-help")
+FLAGS = ("--wcache-explain", *PLAIN)
 OWN = (*VALUES, *FLAGS)
 
 Mode = Literal["daemon", "client", "off"]
@@ -48,6 +49,7 @@ class Options:
     unproven: bool = False
     without: tuple[Lever, ...] = ()
     restart: bool = False
+    hold_port: bool = False
     help: bool = False
     sglang: tuple[str, ...] = ()
 
@@ -100,6 +102,8 @@ def split(argv: Sequence[str]) -> Options:
             f"--wcache-unproven goes with {MODE} daemon; for agents that run already, set policy.unproven in their "
             "configuration and restart them"
         )
+    if options.hold_port and not options.restart:
+        raise UsageError("--wcache-hold-port goes with --wcache-restart: without it nobody would listen afterwards")
     if options.restart and (options.explain or options.mode == "off"):
         other = "--wcache-explain" if options.explain else f"{MODE} off"
         raise UsageError(f"--wcache-restart does not go with {other}, which leaves nothing to start again")
@@ -123,12 +127,10 @@ def _mode(options: Options, value: str) -> Options:
 
 
 def _own(options: Options, name: str, value: str, given: bool) -> Options:
-    if name in ("--wcache-help", "--wcache-unproven", "--wcache-restart"):
+    if name in PLAIN:
         if given:
             raise UsageError(f"{name} takes no value")
-        if name == "--wcache-restart":
-            return replace(options, restart=True)
-        return replace(options, help=True) if name == "--wcache-help" else replace(options, unproven=True)
+        return _flag(options, name)
     if name == "--wcache-explain":
         if given and value != "full":
             raise UsageError(f"--wcache-explain or --wcache-explain=full, not {value!r}")
@@ -149,6 +151,18 @@ def _own(options: Options, name: str, value: str, given: bool) -> Options:
     if name == "--wcache-config":
         return replace(options, config=Path(value).absolute())
     return replace(options, python=value)
+
+
+def _flag(options: Options, name: str) -> Options:
+    match name:
+        case "--wcache-unproven":
+            return replace(options, unproven=True)
+        case "--wcache-restart":
+            return replace(options, restart=True)
+        case "--wcache-hold-port":
+            return replace(options, hold_port=True)
+        case _:
+            return replace(options, help=True)
 
 
 def _levers(text: str) -> tuple[Lever, ...]:

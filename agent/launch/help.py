@@ -24,6 +24,9 @@ as its supervisor: signals and the exit status are passed through, one line a ra
                                 get is compared with what was loaded, bit by bit, in every load
   --wcache-restart              start the engine again whenever it ends, until this command gets a signal to end;
                                 give up when it ends five times in a row before it served
+  --wcache-hold-port            restart mode: hold the HTTP port, so that connections made while one engine is gone and
+                                the next not there yet wait instead of being refused (a systemd socket unit's port is
+                                held in any mode)
   --wcache-without LEVERS       do not use these to shorten the start, separated by commas:
                                 caches: compiled kernels are kept in a directory for this environment alone
                                 graphs: prefill graphs are captured after the first answers, when the engine is idle

@@ -23,7 +23,18 @@ FIRST_FD = 3
 BACKLOG = 2048
 """As uvicorn's; the kernel allows as many as net.core.somaxconn says."""
 DEFAULT_HOST = "127.0.0.1"
-OPTION = "--wcache-hold-port"
+DEFAULT_PORT = 30000
+
+
+def held(launch: Given, hold: bool, environment: MutableMapping[str, str]) -> socket.socket | None:
+    """The port of this launch, if it is handed in or (``hold``) to be held. Raises UsageError."""
+    port = launch.number("port", DEFAULT_PORT)
+    found = handed_in(environment, port)
+    if found is None and not hold:
+        return None
+    if why := why_not(launch, environment):
+        raise UsageError(f"the port cannot be held for this engine: {why}")
+    return found or bound(launch.text("host"), DEFAULT_PORT if port is None else port)
 
 
 def handed_in(environment: MutableMapping[str, str], port: int | None) -> socket.socket | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import uuid
@@ -22,6 +23,7 @@ from weightcache.launch import (
     explain,
     interpreter,
     layout,
+    listener,
     restart,
     session,
     sockets,
@@ -73,7 +75,7 @@ def _main(argv: Sequence[str]) -> int:
     python = interpreter.choose(options.python, config)
     if options.explain:
         return session.explain(_launch(options, config, launch, python))
-    start = partial(_started, options, config, launch, python)
+    start = partial(_started, options, config, launch, python, listener.held(launch, options.hold_port, os.environ))
     if options.restart:
         return session.leave(restart.supervise(start, _pool(options, launch)))
     with start() as plan:
@@ -84,17 +86,20 @@ def _main(argv: Sequence[str]) -> int:
 def _launch(options: Options, config: Config, launch: Given, python: str) -> session.Launch:
     directive = _directive(options, config, launch, python)
     strict = options.reaction == "error"
-    port = launch.number("port", session.DEFAULT_PORT)
+    port = launch.number("port", listener.DEFAULT_PORT)
     return session.Launch(python, options.sglang, directive, strict, port, _local_ranks(launch))
 
 
 @contextmanager
-def _started(options: Options, config: Config, launch: Given, python: str) -> Iterator[session.Launch]:
+def _started(
+    options: Options, config: Config, launch: Given, python: str, port: socket.socket | None
+) -> Iterator[session.Launch]:
     """What to run, decided now; inside the block, what it needs besides is held."""
     began = time.monotonic()
     plan = _launch(options, config, launch, python)
-    with caches.kept(options.levers, config.compiled, python) as variables:
-        yield replace(plan, variables=variables, began=began)
+    with caches.kept(options.levers, config.compiled, python) as kept:
+        directive = replace(plan.directive, warmed=kept.warmed(plan.arguments))
+        yield replace(plan, directive=directive, variables=kept.variables, listener=port, began=began)
 
 
 def _pool(options: Options, launch: Given) -> Pool | None:

@@ -13,6 +13,7 @@ from weightcache.engine.directive import UNPROVEN_VARIABLE, Decision, Directive,
 from weightcache.errors import AgentUnavailable, from_code
 from weightcache.launch import decisions, proof, served, server_only, sglang_options, supervisor
 from weightcache.launch.console import say, write
+from weightcache.launch.listener import DEFAULT_PORT
 from weightcache.launch.reports import Receiver
 from weightcache.launch.signals import die_by
 from weightcache.starts.recorder import Recorder
@@ -26,7 +27,6 @@ FAILED_GRACE = 3.0
 """An engine whose attach failed ends itself and says why; after this it is ended."""
 OTHERS_GRACE = 30.0
 """How long the other ranks may take to say what they decided, when the engine is going to end anyway."""
-DEFAULT_PORT = 30000
 PLUGINS = "SGLANG_PLUGINS"
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from weightcache.errors import UsageError
-from weightcache.launch.arguments import Options, split
+from weightcache.launch.arguments import LEVERS, Options, split
 from weightcache.launch.sglang_options import given as read
 
 SGLANG = st.one_of(
@@ -111,3 +111,31 @@ def test_a_yaml_file_is_read_as_far_as_plain_lines_go(tmp_path):
     file.write_text("lora-paths:\n  - a\n")
     assert read(["--config", str(file)]).opaque
     assert read(["--config", str(tmp_path / "none")]).opaque
+
+
+def test_restart_mode() -> None:
+    assert split(["--wcache-restart", "--model-path", "m"]).restart
+    assert split(["--wcache-restart", "--wcache-hold-port", "--model-path", "m"]).hold_port
+    assert not split(["--model-path", "m"]).restart
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--wcache-hold-port", "goes with --wcache-restart"),
+        ("--wcache-restart=1", "takes no value"),
+        ("--wcache-restart --wcache-explain", "leaves nothing to start again"),
+        ("--wcache-restart --weight-cache-mode off", "leaves nothing to start again"),
+    ],
+)
+def test_restart_mode_has_conditions(options: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        split([*options.split(), "--model-path", "m"])
+
+
+def test_levers_that_are_not_wanted() -> None:
+    assert split(["--model-path", "m"]).levers == LEVERS
+    some = split(["--wcache-without", "workers, graphs", "--wcache-without", "warmup", "--model-path", "m"])
+    assert some.levers == ("caches",)
+    with pytest.raises(UsageError, match="caches, graphs, warmup, workers, separated by commas, not 'graph'"):
+        split(["--wcache-without", "graph", "--model-path", "m"])

@@ -138,5 +138,19 @@ def test_servers_that_bind_otherwise(arguments: str, said: str) -> None:
     assert bool(found) == bool(said)
 
 
+def test_held_only_when_asked_for(port: socket.socket) -> None:
+    free = number(port)
+    port.close()
+    launch = given(["--port", str(free)])
+    assert listener.held(launch, hold=False, environment={}) is None
+    with listener.held(launch, hold=True, environment={}) or port as held:
+        assert number(held) == free
+
+
+def test_a_launch_whose_port_cannot_be_held_is_told(port: socket.socket) -> None:
+    with pytest.raises(UsageError, match="the port cannot be held for this engine: --enable-http2"):
+        listener.held(given(["--port", "1", "--enable-http2"]), hold=True, environment={})
+
+
 def test_the_rust_server() -> None:
     assert "SGLANG_RUST_SERVER" in listener.why_not(given(["--port", "1"]), {"SGLANG_RUST_SERVER": "1"})
