@@ -29,7 +29,7 @@ def main(fd: int, parent: int) -> None:
     """``fd`` is the socket to the main process, whose number is ``parent``."""
     process.die_with_parent(parent)
     process.quiet_interrupt()
-    began = time.time()
+    began, began_with = time.time(), dict(os.environ)
     held = _hold_numbers()
     sock = process.moved_up(socket.socket(fileno=fd))
     try:
@@ -51,7 +51,7 @@ def main(fd: int, parent: int) -> None:
         with contextlib.suppress(OSError):
             messages.send(sock, messages.Unfit(getattr(error, "message", str(error))))
         os._exit(1)
-    _become(take, fds, held, sock)
+    _become(take, fds, held, sock, began_with)
 
 
 def _hold_numbers() -> list[int]:
@@ -63,11 +63,13 @@ def _hold_numbers() -> list[int]:
     return held
 
 
-def _become(take: messages.Take, fds: tuple[int, ...], held: list[int], sock: socket.socket) -> None:
+def _become(
+    take: messages.Take, fds: tuple[int, ...], held: list[int], sock: socket.socket, began_with: dict[str, str]
+) -> None:
     for fd in held:
         os.close(fd)
     process.take_over(dict(zip(take.numbers, fds, strict=True)))
-    process.adopt(take.environment)
+    process.adopt(began_with, take.environment)
     binding.apply(take.binding)
     process.usual_interrupt()
     process.handed_over()

@@ -146,7 +146,15 @@ def answering(facts: Facts, cuda: Any, triton_driver: Any = None) -> Iterator[No
         for name, original in originals.items():
             setattr(cuda, name, original)
         if triton_driver is not None:
-            triton_driver.reset_active()
+            _forget_active(triton_driver)
+
+
+def _forget_active(holder: Any) -> None:
+    """The next to ask makes the real driver. Triton's own reset_active makes it at once in newer releases."""
+    if hasattr(holder, "_active"):
+        holder._active = None
+    else:
+        holder.reset_active()
 
 
 def _until(state: SimpleNamespace, answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -158,9 +166,9 @@ def _until(state: SimpleNamespace, answer: Callable[..., Any], original: Callabl
 
 def _answers(facts: Facts) -> dict[str, Callable[..., Any]]:
     def of(device: Any = None) -> Device:
-        index = getattr(device, "index", device)
-        if isinstance(index, str):
-            index = int(index.partition(":")[2] or 0)
+        if isinstance(device, str):
+            device = int(device.partition(":")[2] or 0)
+        index = device if isinstance(device, int) else getattr(device, "index", None)
         return facts.devices[index or 0]
 
     return {

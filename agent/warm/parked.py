@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import runpy
+import select
 import socket
 import sys
 import time
@@ -15,12 +16,13 @@ from weightcache.errors import AgentUnavailable, ProtocolError, WeightcacheError
 from weightcache.warm import device, messages, priority, process, seats, title
 
 IMPORT_SECONDS = 600.0
+GO_SECONDS = 10.0
 
 
 def main() -> None:
     """Wait for a launch, or end with the reason why there can be none."""
     process.quiet_interrupt()
-    began = time.time()
+    began, began_with = time.time(), dict(os.environ)
     sock = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(sock.fileno(), False)
     before = priority.lower()
@@ -29,7 +31,8 @@ def main() -> None:
         children = _bring_in(park, before)
         packages = process.packages()
         messages.send(sock, messages.Ready(time.time() - began))
-        go, fds = messages.expect(sock, messages.Go, None, max_fds=3)
+        _wait(sock, children)
+        go, fds = messages.expect(sock, messages.Go, GO_SECONDS, max_fds=3)
         if len(fds) != 3:
             raise ProtocolError("standard input, output and error did not come")
         priority.restore(before)
@@ -47,7 +50,7 @@ def main() -> None:
         os._exit(1)
     messages.send(sock, messages.Going())
     sock.close()
-    _become(go, fds, children)
+    _become(go, fds, children, began_with)
 
 
 def _bring_in(park: messages.Park, usual: priority.Priority) -> list[seats.Seat]:
@@ -66,13 +69,25 @@ def _bring_in(park: messages.Park, usual: priority.Priority) -> list[seats.Seat]
     return children
 
 
-def _become(go: messages.Go, fds: tuple[int, ...], children: list[seats.Seat]) -> None:
+def _wait(sock: socket.socket, children: list[seats.Seat]) -> None:
+    """Until the launcher says something, or is gone. Raises AgentUnavailable for a child that ends meanwhile."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    kinds = {child.sock.fileno(): child.kind for child in children}
+    for fd in kinds:
+        poll.register(fd, select.POLLIN)
+    ready = {fd for fd, _ in poll.poll()}
+    if ended := ready & set(kinds):
+        raise AgentUnavailable(f"the {kinds[ended.pop()]} ended while it was parked")
+
+
+def _become(go: messages.Go, fds: tuple[int, ...], children: list[seats.Seat], began_with: dict[str, str]) -> None:
     log = os.dup(1)
     sys.stdout.flush()
     sys.stderr.flush()
     process.take_over(dict(zip((0, 1, 2), fds, strict=True)))
     _repeat(log)
-    process.adopt(go.environment)
+    process.adopt(began_with, go.environment)
     seats.Seats(children, _tell).install()
     process.usual_interrupt()
     process.handed_over()

@@ -167,7 +167,7 @@ class Pool:
         was_ready, last = tree.ready, _last_line(tree)
         tree.end()
         self._tree = None
-        self._later(f"the parked processes ended ({reason})" if was_ready else f"{reason}{last}")
+        self._later(f"the parked processes ended: {reason}" if was_ready else f"{reason}{last}")
 
     def _later(self, reason: str) -> None:
         pause = min(FIRST_RETRY_SECONDS * 2**self._failures, LAST_RETRY_SECONDS)

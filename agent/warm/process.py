@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from weightcache.errors import AgentUnavailable
 from weightcache.warm import device
+from weightcache.warm.key import changed
 
 LOWEST_FREE = 256
 """Descriptors below are kept free while a child imports: those of the launch come with their numbers."""
@@ -70,10 +71,10 @@ def stale(since: float) -> str:
         if not isinstance(path, str) or not path.startswith("/"):
             continue
         try:
-            changed = os.stat(path).st_ctime  # what pip installs can have any modification time
+            written = os.stat(path).st_ctime  # what pip installs can have any modification time
         except OSError:
             return path
-        if changed > since:
+        if written > since:
             return path
     return ""
 
@@ -89,13 +90,13 @@ def packages() -> frozenset[tuple[str, int]]:
     return frozenset(found)
 
 
-def adopt(environment: Mapping[str, str]) -> None:
-    """Have exactly these variables."""
-    for name in [name for name in os.environ if name not in environment]:
-        del os.environ[name]
-    for name, value in environment.items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+def adopt(began_with: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    """Have ``environment`` instead of ``began_with``, under which this process began: what imports set stays."""
+    for name in changed(began_with, environment):
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            os.environ.pop(name, None)
 
 
 def take_over(fds: Mapping[int, int]) -> None:

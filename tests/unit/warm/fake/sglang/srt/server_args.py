@@ -14,3 +14,4 @@ if "FAKE_ASK" in os.environ:
     torch.cuda.get_device_capability()
 time.sleep(float(os.environ.get("FAKE_IMPORT_SECONDS", "1.5")))
 print("imported with a warning", file=sys.stderr)
+os.environ["SET_BY_IMPORTS"] = "1"

@@ -45,9 +45,8 @@ def launch_server(arguments: list[str]) -> None:
     os.environ["SGLANG_RUN_ID"] = os.environ["RUN"] = str(time.time())
     del os.environ["RUN"]
     os.environ["SGLANG_OF_CHILDREN"] = "1"
-    if "--set" in arguments:
-        name, _, value = arguments[arguments.index("--set") + 1].partition("=")
-        os.environ[name] = value
+    if "--random" in arguments:
+        os.environ[arguments[arguments.index("--random") + 1]] = str(time.time())
     __import__("resource").setrlimit(__import__("resource").RLIMIT_CORE, (0, 0))
     children = []
     for target in (run_scheduler_process, run_detokenizer_process):
@@ -66,19 +65,19 @@ def launch_server(arguments: list[str]) -> None:
     print("serving", flush=True)
     children = [child for child, _ in children]
 
-    def terminated(*_: object) -> None:
+    def end(status: int) -> None:
         for child in children:
             child.kill()
             child.join()
-        sys.exit(7)
+        sys.exit(status)
 
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, lambda *_: end(7))
     listener.settimeout(0.05)
     while True:
         for child in children:
             if child.exitcode is not None:
                 print(f"a child ended with {child.exitcode}", flush=True)
-                sys.exit(9)
+                end(9)
         try:
             connection, _ = listener.accept()
         except TimeoutError:

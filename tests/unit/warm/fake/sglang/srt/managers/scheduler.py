@@ -1,8 +1,11 @@
 import ctypes
+import os
 import signal
 import time
 
 from sglang.srt import plugins
+
+os.environ["SET_BY_SCHEDULER"] = "1"
 
 
 def _run(arguments, writer, process):
