@@ -50,7 +50,7 @@ def serving(launcher, process: subprocess.Popen[str], run: int) -> int:
     """Wait for the run of that number to listen; its process."""
     assert eventually(lambda: (launcher.directory / f"run-{run}.json").exists(), 30)
     pid = int(launcher.runs[run]["pid"])
-    assert eventually(lambda: any("socket" in str(os.readlink(f)) for f in Path(f"/proc/{pid}/fd").iterdir()), 30)
+    assert eventually(lambda: any("socket" in str(f.readlink()) for f in Path(f"/proc/{pid}/fd").iterdir()), 30)
     return pid
 
 

@@ -90,7 +90,8 @@ class Launched:
                     text = b"".join(iter(lambda: connection.recv(1 << 16), b""))
                 return list(json.loads(text))
             except (OSError, ValueError):
-                assert self.process.poll() is None and time.monotonic() < deadline, self.text()
+                assert self.process.poll() is None, self.text()
+                assert time.monotonic() < deadline, self.text()
                 time.sleep(0.02)
 
     def parked(self) -> int:
