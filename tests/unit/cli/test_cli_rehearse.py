@@ -128,7 +128,7 @@ def test_it_starts_asks_ends_and_says_what_was_compiled(rehearsal):
     rehearsal.server(kernels=["a", "b"])
     status, out, _ = rehearsal.run(*python_of(rehearsal))
     assert (status, len(rehearsal.asked())) == (0, 6)
-    assert out[-1].startswith("rehearse: nothing to compile, all was there")
+    assert out[-1].startswith("rehearse: nothing had to be compiled")
 
 
 def test_once_is_once_for_the_same_arguments_in_the_same_environment(rehearsal):
