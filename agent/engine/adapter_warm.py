@@ -33,6 +33,8 @@ READ_LATER = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "read by the driver when a context is made",
     "CUDA_MODULE_LOADING": "read by cuInit, which a parked process does not call",
     "TOKENIZERS_PARALLELISM": "read by tokenizers at each parallel loop",
+    "PROMETHEUS_MULTIPROC_DIR": "made anew for each launch with metrics; read when prometheus_client is imported, "
+    "which SGLang's modules put off until then",
     "SGLANG_GRPC_ENDPOINT": "where the main process listens; read when a client is made",
 }
 """Variables that SGLang sets before it starts its children, and why a child that is imported already may get them.

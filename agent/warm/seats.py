@@ -27,7 +27,7 @@ from weightcache.warm import binding, child, device, key, messages, process
 from weightcache.warm.priority import Priority
 
 TAKE_SECONDS = 5.0
-_COMMAND = re.compile(
+COMMAND = re.compile(
     r"from multiprocessing\.spawn import spawn_main; spawn_main\(tracker_fd=(\d+), pipe_handle=(\d+)\)"
 )
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -100,7 +100,7 @@ class Seats:
 
     def _start(self, path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         starting = getattr(self._starting, "process", None)
-        match = _COMMAND.search(" ".join(os.fsdecode(word) for word in args))
+        match = COMMAND.search(" ".join(os.fsdecode(word) for word in args))
         if starting is not None and match:
             kind = adapter_warm.kind(starting._target, starting._args)
             seat = next((seat for seat in self._free if seat.kind == kind), None)

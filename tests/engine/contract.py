@@ -11,8 +11,10 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterator
+from multiprocessing import spawn
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,12 +31,14 @@ from weightcache.engine import (
     adapter_graphs,
     adapter_phases as traced,
     adapter_server,
+    adapter_warm,
     evidence,
     gate,
     refusals,
 )
 from weightcache.errors import UnsupportedMethod
 from weightcache.launch import arguments, server_only, sglang_options
+from weightcache.warm import seats
 
 PARALLEL = (
     "tp_size", "tp_rank", "pp_size", "pp_rank", "moe_ep_size", "moe_ep_rank", "attn_dp_size", "attn_cp_size",
@@ -215,6 +219,38 @@ def start_phases() -> Iterator[str]:
         yield "schedulers have no ps"
 
 
+def warm_workers() -> Iterator[str]:
+    """What parked processes import exists, and the functions that SGLang's children run are known by their modules.
+
+    Comes first: it looks at what is imported, too.
+    """
+    for name in sorted({module for modules in adapter_warm.IMPORTS.values() for module in modules}):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            yield f"{name}: {error}"
+    if adapter_warm.SERVER_MODULE in sys.modules:
+        yield f"{adapter_warm.SERVER_MODULE} is imported under its own name, and runpy will complain"
+    if "prometheus_client.values" in sys.modules:
+        yield "prometheus_client is imported early, and reads PROMETHEUS_MULTIPROC_DIR then"
+    for kind, target in (
+        ("scheduler", f"{adapter_warm.SCHEDULER}.run_scheduler_process"),
+        ("detokenizer", f"{adapter_warm.DETOKENIZER}.run_detokenizer_process"),
+    ):
+        if adapter_warm.kind(resolve(target), ()) != kind:
+            yield f"{target} is not known as a {kind}"
+    controller = importlib.import_module("sglang.srt.managers.data_parallel_controller")
+    prelaunched = getattr(controller, adapter_warm.PRELAUNCHED, None)
+    scheduler = resolve(f"{adapter_warm.SCHEDULER}.run_scheduler_process")
+    if prelaunched is None and adapter.version() != "0.5.17":
+        yield f"{adapter_warm.PRELAUNCHED} is gone"
+    elif prelaunched is not None and adapter_warm.kind(prelaunched, (scheduler, None)) != "scheduler":
+        yield f"{adapter_warm.PRELAUNCHED} is not known as a scheduler"
+    command = " ".join(map(os.fsdecode, spawn.get_command_line(tracker_fd=5, pipe_handle=7)))
+    if not seats.COMMAND.search(command):
+        yield f"multiprocessing spawns by another command: {command}"
+
+
 def modelopt() -> Iterator[str]:
     """Of a checkpoint that ModelOpt has quantized, its loader is the default one and nothing else."""
     from sglang.srt.model_loader.loader import DefaultModelLoader, ModelOptModelLoader
@@ -385,7 +421,8 @@ def _model(method: type) -> nn.Module:
 def main() -> int:
     """Print what was found."""
     checks = (
-        imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods, start_phases,
+        warm_workers, imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods,
+        start_phases,
     )  # fmt: skip
     problems = [problem for check in checks for problem in check()]
     options = set(parser()._option_string_actions)

@@ -129,7 +129,7 @@ def test_a_signal_while_it_waits_ends_the_launcher(launcher, restarting, agent):
     process = restarting(pause=60)
     launcher.wait_for("run-0.json")
     assert process.stderr is not None
-    while "starting it again in 60 s" not in (line := process.stderr.readline()):
+    while "starting it again in 30 s" not in (line := process.stderr.readline()):
         assert line, "the launcher ended"
     process.terminate()
     process.communicate(timeout=10)
