@@ -31,6 +31,7 @@ _ATTRIBUTES = {
     "warp_size": 10,
     "max_threads_per_block": 1,
     "max_threads_per_multi_processor": 39,
+    "regs_per_block": 12,
     "regs_per_multiprocessor": 82,
     "shared_memory_per_block": 8,
     "shared_memory_per_block_optin": 97,
@@ -45,7 +46,7 @@ _ATTRIBUTES = {
     "pci_device_id": 34,
     "pci_domain_id": 50,
 }
-"""Names in torch's device properties, and CUdevice_attribute in cuda.h."""
+"""Names in torch's device properties (but for regs_per_block), and CUdevice_attribute in cuda.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ class _TritonDriver:
         found = self._facts.devices[device].attributes
         return {
             "max_shared_mem": found["shared_memory_per_block_optin"],
-            "max_num_regs": found["regs_per_multiprocessor"],
+            "max_num_regs": found["regs_per_block"],
             "multiprocessor_count": found["multi_processor_count"],
             "warpSize": found["warp_size"],
             "sm_clock_rate": found["clock_rate"],

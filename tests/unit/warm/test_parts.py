@@ -11,11 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from weightcache import records
-from weightcache.errors import AgentUnavailable, ProtocolError, WeightcacheError
+from weightcache.errors import AgentUnavailable, DeviceUnavailable, ProtocolError, WeightcacheError
 from weightcache.warm import binding, device, messages, priority, title
 from weightcache.warm.key import Key, changed, listed, parked
 from weightcache.warm.learned import Learned
@@ -247,6 +248,53 @@ def test_tritons_driver_is_replaced_meanwhile() -> None:
         assert active.utils.get_device_properties(0)["max_shared_mem"] == 232_448
     with pytest.raises(RuntimeError):  # no driver here
         triton.driver.active.get_current_target()
+
+
+class FakeDriver:
+    """libcuda of a host with two GPUs: every attribute is its own number. A function that is not here is not called."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return int(self.failing == "cuInit")
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, handle: Any, index: int) -> int:  # noqa: N802
+        handle._obj.value = 100 + index
+        return 0
+
+    def cuDeviceGetName(self, name: Any, size: int, handle: Any) -> int:  # noqa: N802
+        name.value = f"GPU {handle.value}".encode()
+        return 0
+
+    def cuDeviceTotalMem_v2(self, size: Any, handle: Any) -> int:  # noqa: N802
+        size._obj.value = 1 << 37
+        return 0
+
+    def cuDeviceGetAttribute(self, number: Any, attribute: int, handle: Any) -> int:  # noqa: N802
+        number._obj.value = attribute
+        return 999 if self.failing == "attribute" else 0
+
+
+def test_the_driver_is_asked_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: {"libcuda.so.1": FakeDriver()}[name])
+    facts = device.ask_driver()
+    assert [one.name for one in facts.devices] == ["GPU 100", "GPU 101"]
+    assert facts.devices[1].capability == (75, 76)
+    assert facts.devices[1].total_memory == 1 << 37
+    assert device.read(json.dumps(records.to_plain(facts))) == facts
+
+
+def test_a_driver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: FakeDriver("cuInit"))
+    assert device.ask_driver() == device.Facts()
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: FakeDriver("attribute"))
+    with pytest.raises(DeviceUnavailable, match=r"does not describe GPU 0 \(error 999\)"):
+        device.ask_driver()
 
 
 def test_facts_are_found_out_and_checked() -> None:
