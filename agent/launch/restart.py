@@ -54,7 +54,7 @@ class Attendant:
             if self._pool is not None:
                 self._pool.look(server)
             if self._serves(server, now):
-                self.served_at = now
+                self.served_at = now  # a unit for engines would tell systemd here that it is ready
         if self._pool is not None and self.served_at is not None and now - self.served_at >= PARK_AFTER:
             self._pool.attend()
         return ATTEND_SECONDS

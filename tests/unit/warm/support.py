@@ -20,7 +20,10 @@ from tests.unit.launch.support import SOURCE, alive, eventually, free_port
 FAKE = Path(__file__).parent / "fake"
 SECONDS = 60.0
 PARKED = "warm worker parked"
-QUICK = "import sys; from weightcache.launch import main, restart; restart.PARK_AFTER = 0.2; restart.FIRST_PAUSE = 0.1"
+QUICK = (
+    "import sys; from weightcache.launch import main, restart; "
+    "restart.PARK_AFTER = restart.FIRST_PAUSE = restart.ATTEND_SECONDS = 0.1"
+)
 """A launcher that parks at once and loses no time."""
 
 

@@ -12,6 +12,6 @@ if "FAKE_ASK" in os.environ:
     import torch
 
     torch.cuda.get_device_capability()
-time.sleep(float(os.environ.get("FAKE_IMPORT_SECONDS", "1.5")))
+time.sleep(float(os.environ.get("FAKE_IMPORT_SECONDS", "0.3")))
 print("imported with a warning", file=sys.stderr)
 os.environ["SET_BY_IMPORTS"] = "1"
