@@ -34,6 +34,7 @@ SCHEDULER = {
     f"{_SCHEDULER}.init_model_config": "model config",
     f"{_SCHEDULER}.init_tokenizer": "tokenizer",
     f"{_SCHEDULER}.init_tp_model_worker": "model worker",
+    "sglang.srt.utils.hf_transformers_utils.get_tokenizer": "tokenizer",  # the model worker's own, imported later
     adapter.LOAD_MODEL: "weights",
     adapter.INIT_MEMORY_POOLS: "kv",
     f"{_SCHEDULER}.init_all_attention_backends": "attention",
