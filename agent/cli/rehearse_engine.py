@@ -97,9 +97,11 @@ class Engine:
         return new
 
     def why(self) -> str:
-        """The last that wcache-launch said, which is why it ended; else the end of the log."""
+        """The last that wcache-launch said, which is why it ended; that the server ended needs the end of the log."""
         self.news()
-        return self._word or self.tail()
+        if self._word and "the server ended" not in self._word:
+            return self._word
+        return f"{self._word}; {self.tail()}" if self._word else self.tail()
 
     def tail(self) -> str:
         """The end of its log, as part of a sentence."""
@@ -179,7 +181,8 @@ def running(plan: Plan, folder: Path, say: Callable[[str], None], beat: Callable
     ``beat`` adds to the line that is printed while this waits. Raises the error that wcache-launch ended with.
     """
     deadline = time.monotonic() + plan.seconds
-    port, key, log = _free_port(), secrets.token_urlsafe(), folder / "engine.log"
+    # Hexadecimal: SGLang makes arguments of the file, and a key that begins with a dash would be an option.
+    port, key, log = _free_port(), secrets.token_hex(32), folder / "engine.log"
     engine = Engine(port, key, log, deadline)
     # SGLang takes its key from the command line, which everybody may read, or from the file of --config.
     arguments = _with_key(without(plan.arguments), key, folder / "engine.yaml")

@@ -168,6 +168,7 @@ def test_a_server_that_fails_is_an_error_with_its_last_words(rehearsal):
     status, _, err = rehearsal.run(*python_of(rehearsal))
     assert status == 69
     assert "no rehearsal: WARNING: the server ended without a word from weightcache inside it" in err
+    assert "; the last line of a log; " in err
     rehearsal.server(status=500)
     status, _, err = rehearsal.run(*python_of(rehearsal))
     assert status == 1
