@@ -23,7 +23,6 @@ KINDS = {SCHEDULER: "scheduler", DETOKENIZER: "detokenizer"}
 
 READ_LATER = {
     "WEIGHTCACHE_DIRECTIVE": "read by the plugin in load_plugins, which a scheduler calls first of all",
-    "WEIGHTCACHE_TRACE": "the same",
     "SGLANG_RUN_ID": "made anew for each launch (_set_envs_and_config); names shared memory of offloading",
     "NCCL_CUMEM_ENABLE": "read by NCCL when a communicator is made",
     "NCCL_NVLS_ENABLE": "the same",

@@ -10,7 +10,6 @@ from pathlib import Path
 GIVEN_LATER = {
     "WEIGHTCACHE_DIRECTIVE": "made anew for each launch; the plugin reads it when SGLang loads plugins, which a parked "
     "process has not done",
-    "WEIGHTCACHE_TRACE": "where this launch's trace goes; read in the same moment",
 }
 """Variables that a parked process does not have, and gets with the launch. The value says why that is right."""
 MOST_NAMES = 3
