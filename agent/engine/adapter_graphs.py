@@ -62,6 +62,12 @@ def why_at_once(model_runner: Any) -> str:
             return name
     if getattr(getattr(model_runner, "token_to_kv_pool", None), "post_capture_active", False):
         return "a KV pool that takes what the graphs leave"
+    # A dummy batch would run on the states of real requests, whose slots it names by small numbers.
+    if getattr(getattr(model_runner, "req_to_token_pool", None), "mamba_pool", None) is not None:
+        return "layers that keep a state for each request"
+    sizes = adapter.resolved(model_runner.server_args, "cuda_graph_config").prefill.bs or ()
+    if max(sizes, default=0) > model_runner.model_config.context_len:
+        return "a context that is shorter than the largest graph"
     return ""
 
 
@@ -86,17 +92,27 @@ def account(model_runner: Any, gigabytes: float, seconds: float) -> None:
         setattr(model_runner, name, {**getattr(model_runner, name), "prefill": value})
 
 
+def new_stream(prefill: Any) -> Any:
+    """A stream for all captures: torch gives memory of a graph pool again only to the stream that it was taken on."""
+    return prefill.device_module.Stream()
+
+
 @contextmanager
-def only(prefill: Any, sizes: Sequence[int], output: Any) -> Iterator[None]:
+def only(prefill: Any, sizes: Sequence[int], stream: Any, output: Any) -> Iterator[None]:
     """Inside the block ``prefill.capture()`` captures these sizes only (numbers of tokens), without a bar.
 
-    ``output`` is the buffer that earlier captures wrote to, or None for the first one: SGLang would make another one
-    for each call.
+    ``stream`` is where 0.5.17 captures, which takes another one for each call; ``output`` the buffer that earlier
+    captures wrote to, or None for the first one: SGLang would make another one for each call. When the block has been
+    left, the device has done it all: what serves does not wait for this stream.
     """
     module: Any = sys.modules[type(prefill).__module__]
-    kept = prefill.capture_num_tokens, module.tqdm, module.freeze_gc
+    kept = prefill.capture_num_tokens, module.tqdm, module.freeze_gc, module.graph_capture
+    # They may be shared with what serves, and hold a batch's positions: a capture would write its keys there.
+    prefill.buffers.reset_index_buffers()
     prefill.capture_num_tokens = list(sizes)
     module.tqdm = _Quiet
+    begin = module.graph_capture
+    module.graph_capture = lambda stream=stream: begin(stream=stream)
     # A full collection before and after each size would take longer than its capture.
     module.freeze_gc = lambda _: contextlib.nullcontext()
     if output is not None:
@@ -108,9 +124,10 @@ def only(prefill: Any, sizes: Sequence[int], output: Any) -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-        prefill.capture_num_tokens, module.tqdm, module.freeze_gc = kept
+        prefill.capture_num_tokens, module.tqdm, module.freeze_gc, module.graph_capture = kept
         if output is not None:
             del prefill.backend._alloc_full_buffer
+        prefill.device_module.synchronize()
 
 
 class _Quiet:
@@ -160,6 +177,11 @@ def all_ranks(agreed: bool) -> bool:
     votes = torch.tensor([int(agreed)])
     torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MIN, group=group)
     return bool(votes.item())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that torch got no memory, and not that the device failed."""
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def is_alone() -> bool:

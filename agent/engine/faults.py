@@ -23,8 +23,11 @@ def is_fault(error: BaseException) -> bool:
 
 
 def report(error: BaseException) -> None:
-    """Send the reason over every lease of this process if ``error`` is a device's fault."""
-    if is_fault(error):
+    """Send the reason over every lease of this process if ``error`` is a device's fault.
+
+    A capture that fails is worded like one, and says nothing about memory.
+    """
+    if is_fault(error) and not state.process.capturing:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         for lease in state.process.leases:
             lease.fault(f"{type(error).__name__}: {reason}"[:400])

@@ -51,7 +51,8 @@ def missing(targets: Iterable[str]) -> list[str]:
     """Those of ``targets`` that are not hooked, although they were to be."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    return sorted(target for target in targets if target not in HookRegistry._patched and not _stands(target))
+    # The registry also applies what other plugins registered for a target that was replaced here.
+    return sorted(t for t in targets if not (_stands(t) if t in _in_place else t in HookRegistry._patched))
 
 
 def _stands(target: str) -> bool:

@@ -10,10 +10,12 @@ All ranks do the same in the same step: a rank that captures waits for the other
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Set as AbstractSet
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from weightcache.engine import adapter_graphs as sglang, state
@@ -34,6 +36,8 @@ class Late:
     """The capture that waits in this process, and how far it is. ``took`` says whether all of these hooks took."""
 
     took: Callable[[AbstractSet[str]], bool]
+    marker: Path | None = None
+    """A file that exists while this engine captures; one that an earlier engine left behind says that it ended then."""
     model_runner: Any = None
     """Whose prefill graphs wait; None: nobody's."""
     preparing: bool = False
@@ -41,6 +45,7 @@ class Late:
     """Its runner of prefill graphs, once it is made and until all its graphs are captured."""
     left: list[int] = field(default_factory=list)
     """Sizes (numbers of tokens) that are not captured yet, the largest one last."""
+    stream: Any = None
     output: Any = None
     free_before: int = 0
     seconds: float = 0.0
@@ -59,26 +64,45 @@ class Late:
     def around_capture_prefill(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Answer that there are no graphs, once, and remember whose they are."""
         model_runner = kwargs.get("model_runner")
-        try:
-            wait = self.model_runner is None and self._may_wait(model_runner)
-        except Exception:  # a release that looks different starts as it would without this
-            logger.warning("weightcache: prefill graphs are captured now, before the first answer", exc_info=True)
-            wait = False
-        if not wait:
+        if self.model_runner is not None or not self._would_wait(model_runner):
             return original(*args, **kwargs)
+        why = self._why_at_once(model_runner)
+        if not sglang.all_ranks(not why):
+            logger.info("weightcache: prefill graphs are captured before the first answer: %s", why or "another rank's")
+            graphs = original(*args, **kwargs)
+            self._mark(capturing=False)
+            return graphs
         self.model_runner, self.active = model_runner, time.monotonic()
         logger.info(
             "weightcache: prefill graphs will be captured when the engine is idle; prefill runs eagerly till then"
         )
         return sglang.no_graphs()
 
-    def _may_wait(self, model_runner: Any) -> bool:
-        if not sglang.captures_prefill(model_runner) or not self.took(self.hooks().keys()):
+    def _would_wait(self, model_runner: Any) -> bool:
+        """The same on all ranks: it looks at nothing but the configuration."""
+        try:
+            return sglang.captures_prefill(model_runner) and self.took(self.hooks().keys())
+        except Exception:  # a release that looks different starts as it would without this
+            logger.warning("weightcache: prefill graphs are captured before the first answer", exc_info=True)
             return False
-        why = "" if state.process.shares_weights else "the weights came from disk"
-        if why := why or sglang.why_at_once(model_runner):
-            logger.info("weightcache: prefill graphs are captured now, before the first answer: %s", why)
-        return not why
+
+    def _why_at_once(self, model_runner: Any) -> str:
+        if not state.process.shares_weights:
+            return "the weights came from disk"
+        if self.marker is not None and self.marker.exists():
+            return "an earlier engine ended while it captured them"
+        try:
+            return sglang.why_at_once(model_runner)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's vote
+            return f"{type(error).__name__}: {error}"
+
+    def _mark(self, capturing: bool) -> None:
+        """Leave word for the next engine while a capture may be what ends this one."""
+        state.process.capturing = capturing
+        if self.marker is not None:
+            with contextlib.suppress(OSError):
+                self.marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.marker.touch(0o600) if capturing else self.marker.unlink(missing_ok=True)
 
     def around_capture(self, original: Callable[..., Any], runner: Any) -> Any:
         """Make the runner without its graphs."""
@@ -95,7 +119,11 @@ class Late:
         return original(scheduler)
 
     def step(self, scheduler: Any) -> None:
-        """Make the runner, or capture one size, if all ranks have been idle for long enough."""
+        """Make the runner, or capture one size, if all ranks have been idle for long enough.
+
+        An engine without others goes on without these graphs if there is no memory for them; what else fails ends it,
+        as it would at its start, since nobody knows what a failed capture leaves behind.
+        """
         if not sglang.all_ranks(self._quiet(scheduler)):
             return
         started = time.monotonic()
@@ -105,10 +133,9 @@ class Late:
             else:
                 self._capture(self.left.pop())
         except Exception as error:
-            if not sglang.is_alone():
-                raise  # the other ranks wait in a collective
-            logger.warning("weightcache: capturing prefill graphs failed", exc_info=True)
-            self._give_up(f"{type(error).__name__}")
+            if not (sglang.is_out_of_memory(error) and sglang.is_alone()):
+                raise
+            self._give_up("the device has no memory left")
         self.seconds += time.monotonic() - started
         if self.prefill is not None and not self.left:
             self._finish()
@@ -127,20 +154,22 @@ class Late:
                 f"{self.free_before / 1e9:.1f} GB are free on this rank, and {ROOM_BYTES / 1e9:.1f} are needed"
             )
             return
+        self._mark(capturing=True)
         self.preparing = True
         try:
             runner.init_prefill_cuda_graph()
         finally:
             self.preparing = False
         if not sglang.is_prefill_runner(runner.prefill_cuda_graph_runner):
-            self.model_runner = None  # SGLang has said why
+            self._forget()  # SGLang has said why
             return
         self.prefill, runner.prefill_cuda_graph_runner = runner.prefill_cuda_graph_runner, None
         self.left = sorted(self.prefill.capture_num_tokens)
+        self.stream = sglang.new_stream(self.prefill)
 
     def _capture(self, size: int) -> None:
         # The largest one first: the others fit into the memory that it took.
-        with sglang.only(self.prefill, [size], self.output):
+        with sglang.only(self.prefill, [size], self.stream, self.output):
             self.prefill.capture()
         self.output = sglang.output_of(self.prefill)
 
@@ -158,5 +187,6 @@ class Late:
         self._forget()
 
     def _forget(self) -> None:
-        self.model_runner = self.prefill = self.output = None
+        self.model_runner = self.prefill = self.stream = self.output = None
         self.left = []
+        self._mark(capturing=False)

@@ -100,7 +100,8 @@ def _register_late_graphs(directive: Directive) -> None:
     from weightcache.engine import hooking, late_graphs
 
     if directive.purpose == "engine" and late_graphs.LEVER in directive.levers:
-        late = late_graphs.Late(lambda targets: not hooking.missing(targets))
+        marker = Path(f"{directive.warmed}.capturing") if directive.warmed else None
+        late = late_graphs.Late(lambda targets: not hooking.missing(targets), marker)
         for target, hook in late.hooks().items():
             hooking.around(target, hook, copies=False)
 

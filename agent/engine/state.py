@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ProcessState:
-    """``keep`` holds mappings for ever: the model's tensors point into them. ``resident_bytes`` by role."""
+    """``keep`` holds mappings for ever: the model's tensors point into them. ``resident_bytes`` by role. ``capturing``:
+    graphs are captured while the engine serves.
+    """
 
     rebuilt: dict[str, Rebuilt] = field(default_factory=dict)
     exported: Known | None = None
@@ -26,6 +28,7 @@ class ProcessState:
     publication: Publication | None = None
     resident_bytes: dict[str, int] = field(default_factory=dict)
     shares_weights: bool = False
+    capturing: bool = False
 
 
 process = ProcessState()

@@ -157,16 +157,17 @@ def signatures() -> Iterator[str]:
     with set_default_torch_dtype(torch.float16):
         if torch.get_default_dtype() is not torch.float16:
             yield "set_default_torch_dtype does nothing"
-    if (
-        not isinstance(HookRegistry._hooks, dict)
-        or not isinstance(HookRegistry._patched, set)
-        or parameters(HookRegistry.register)[:3]
-        != [
-            "target",
-            "hook",
-            "hook_type",
-        ]
-    ):
+    names = ("tqdm", "freeze_gc", "graph_capture")
+    prefill = importlib.import_module(adapter_graphs.PREFILL_RUNNER.rpartition(".")[0])
+    if missing := [name for name in names if not hasattr(prefill, name)]:
+        yield f"{prefill.__name__} lacks {missing}"
+    if "stream" not in parameters(prefill.graph_capture):
+        yield "graph_capture takes no stream"
+    if not callable(getattr(prefill.PrefillInputBuffers, "reset_index_buffers", None)):
+        yield "PrefillInputBuffers has no reset_index_buffers"
+    if not isinstance(HookRegistry._hooks, dict) or not isinstance(HookRegistry._patched, set):
+        yield "HookRegistry keeps its hooks elsewhere"
+    if parameters(HookRegistry.register)[:3] != ["target", "hook", "hook_type"]:
         yield f"HookRegistry.register takes {parameters(HookRegistry.register)}"
     if not hasattr(HookType, "AROUND") or not callable(HookRegistry.apply_hooks):
         yield "HookRegistry has no AROUND hooks"

@@ -7,10 +7,12 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from weightcache.engine import adapter, adapter_graphs, late_graphs, state
 
@@ -48,6 +50,8 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module in the place of SGLang's prefill_cuda_graph_runner, with what adapter_graphs replaces there."""
     module: Any = types.ModuleType("fake_prefill_runner")
     module.bars = []
+    module.streams = []
+    module.synchronized = []
     module.collections = []
 
     class Bar:
@@ -60,15 +64,24 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         module.collections.append(enabled)
         yield
 
+    @contextmanager
+    def graph_capture(stream: object = None) -> Iterator[None]:
+        module.streams.append(stream or object())
+        yield
+
     class PrefillCudaGraphRunner:
         def __init__(self) -> None:
+            self.buffers = SimpleNamespace(reset_index_buffers=lambda: module.reset.append(len(self.backend.graphs)))
+            self.device_module = SimpleNamespace(
+                Stream=object, synchronize=lambda: module.synchronized.append(len(self.backend.graphs))
+            )
             self.capture_num_tokens = list(SIZES)
             self.backend = Backend()
             self.collecting: list[bool] = []
             self.capture = self.real_capture
 
         def real_capture(self) -> None:
-            with module.freeze_gc(False):
+            with module.freeze_gc(False), module.graph_capture():
                 self.collecting.append(gc.isenabled())
                 shown = module.tqdm.tqdm(self.capture_num_tokens)
                 if hasattr(shown, "set_description"):
@@ -79,6 +92,8 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module.PrefillCudaGraphRunner = PrefillCudaGraphRunner
     module.tqdm = SimpleNamespace(tqdm=Bar)
     module.freeze_gc = freeze_gc
+    module.graph_capture = graph_capture
+    module.reset = []
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(adapter_graphs, "is_prefill_runner", lambda runner: isinstance(runner, PrefillCudaGraphRunner))
     monkeypatch.setattr(adapter_graphs, "no_graphs", lambda: SimpleNamespace(runner=None))
@@ -99,9 +114,10 @@ class Engine:
         self.slept: list[bool] = []
         self.made = 0
         self.runners = runners
-        self.server_args = SimpleNamespace(
-            cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend="breakable"))
-        )
+        prefill = SimpleNamespace(backend="breakable", bs=list(SIZES))
+        self.server_args = SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill))
+        self.model_config = SimpleNamespace(context_len=2048)
+        self.req_to_token_pool = SimpleNamespace()
         self.device, self.gpu_id, self.is_draft_worker = "cuda", 0, False
         self.token_to_kv_pool = SimpleNamespace(post_capture_active=False)
         self.graph_memory_usage = {"prefill": 0.0, "decode": 0.5}
@@ -114,6 +130,7 @@ class Engine:
         monkeypatch.setattr(adapter_graphs, "all_ranks", self._vote)
         monkeypatch.setattr(adapter, "world", lambda: (0, self.world, None))
         monkeypatch.setattr(state.process, "shares_weights", True)
+        monkeypatch.setattr(state.process, "capturing", False)
 
     def _vote(self, agreed: bool) -> bool:
         self.votes.append(agreed)
@@ -149,6 +166,14 @@ class Engine:
 @pytest.fixture
 def engine(runners: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
     return Engine(runners, monkeypatch)
+
+
+def begun(engine: Engine) -> None:
+    """Up to the first size."""
+    engine.start()
+    engine.answer()
+    engine.turn(1.1)
+    engine.turn()
 
 
 def test_one_size_a_turn_after_a_quiet_second_and_all_at_once_in_use(engine: Engine) -> None:
@@ -224,7 +249,7 @@ def test_all_ranks_have_to_be_idle(engine: Engine) -> None:
     engine.turn(1.1)
     engine.others_agree = False
     engine.turn()
-    assert engine.votes == [False, True]
+    assert engine.votes == [True, False, True]
     assert engine.made == 0
     engine.others_agree, engine.idle = True, False
     engine.turn()
@@ -277,33 +302,72 @@ def test_neither_bars_nor_full_collections(engine: Engine) -> None:
         assert engine.runners.collections == [True]
 
 
-def _fails(_: Any) -> None:
-    raise RuntimeError("capture failed")
+def fails_with(error: Exception) -> Callable[[Any], None]:
+    def fails(_: Any) -> None:
+        raise error
+
+    return fails
 
 
-def test_a_failed_capture_leaves_an_engine_that_is_alone_as_it_was(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.start()
-    engine.answer()
-    engine.turn(1.1)
-    engine.turn()
-    engine.late.prefill.backend.capture_session = _fails
+def test_without_memory_an_engine_that_is_alone_goes_on(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    begun(engine)
+    engine.late.prefill.backend.capture_session = fails_with(torch.OutOfMemoryError())
     engine.turn()
     assert engine.prefill_cuda_graph_runner is None
     assert engine.late.model_runner is None
-    assert "prefill stays eager: RuntimeError" in caplog.text
+    assert "prefill stays eager: the device has no memory left" in caplog.text
+    assert engine.runners.synchronized == [0]
 
 
-def test_a_failed_capture_ends_an_engine_whose_other_ranks_wait(engine: Engine) -> None:
-    engine.world = 2
+@pytest.mark.parametrize(("world", "error"), [(2, torch.OutOfMemoryError()), (1, RuntimeError("CUDA error"))])
+def test_what_else_fails_ends_the_engine_and_the_next_one_captures_at_once(
+    engine: Engine, world: int, error: Exception, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine.late.marker = tmp_path / "warmed" / "start.capturing"
+    engine.world = world
+    begun(engine)
+    engine.late.prefill.backend.capture_session = fails_with(error)
+    with pytest.raises(type(error)):
+        engine.turn()
+    assert state.process.capturing  # no device fault
+    assert engine.late.marker.exists()
+    engine.late = late_graphs.Late(lambda _: True, engine.late.marker)
+    assert engine.start().runner is not None
+    assert "an earlier engine ended while it captured them" in caplog.text
+    engine.late = late_graphs.Late(lambda _: True, engine.late.marker)
+    assert engine.start().runner is None
+
+
+def test_the_marker_is_there_only_while_it_captures(engine: Engine, tmp_path: Path) -> None:
+    marker = engine.late.marker = tmp_path / "warmed" / "start.capturing"
     engine.start()
     engine.answer()
     engine.turn(1.1)
+    assert not marker.exists()
     engine.turn()
-    engine.late.prefill.backend.capture_session = _fails
-    with pytest.raises(RuntimeError, match="capture failed"):
+    assert marker.exists()
+    for _ in SIZES:
         engine.turn()
+    assert not marker.exists()
+    assert not state.process.capturing
+    assert engine.prefill_cuda_graph_runner is not None
+
+
+def test_one_stream_clean_buffers_and_nothing_under_way_afterwards(engine: Engine) -> None:
+    begun(engine)
+    for _ in SIZES:
+        engine.turn()
+    assert len(set(map(id, engine.runners.streams))) == 1
+    assert engine.runners.reset == [0, 1, 2]
+    assert engine.runners.synchronized == [1, 2, 3]
+
+
+def test_another_ranks_reason_is_everybodys(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    engine.others_agree = False
+    assert engine.start().runner is not None
+    assert "before the first answer: another rank's" in caplog.text
 
 
 def test_sglang_may_still_decide_against_graphs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +390,9 @@ def test_sglang_may_still_decide_against_graphs(engine: Engine, monkeypatch: pyt
         (lambda engine: setattr(engine.server_args, "enable_lora", True), "LoRA"),
         (lambda engine: setattr(engine.server_args, "disaggregation_mode", "prefill"), "disaggregated"),
         (lambda engine: setattr(engine.token_to_kv_pool, "post_capture_active", True), "KV pool"),
+        (lambda engine: setattr(engine.req_to_token_pool, "mamba_pool", object()), "a state for each request"),
+        (lambda engine: setattr(engine.model_config, "context_len", 32), "shorter than the largest graph"),
+        (lambda engine: delattr(engine, "model_config"), "AttributeError"),
         (lambda engine: setattr(state.process, "shares_weights", False), "came from disk"),
     ],
 )
@@ -338,7 +405,7 @@ def test_captured_at_once_and_said_why(
     assert said in caplog.text
     engine.turn(100)
     assert engine.made == 1
-    assert engine.votes == []
+    assert engine.votes == [False]
 
 
 def test_switches_that_look_at_all_graphs_together(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
