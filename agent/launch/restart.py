@@ -32,15 +32,17 @@ PARK_AFTER = 5.0
 """The server listens before its own warm-up: let it have the processors until it has made its first answer."""
 NO_PORT_SECONDS = 120.0
 """A server whose port is not known counts as serving when it has lived so long."""
+SERVED_SECONDS = 30.0
+"""A server that does not say when it serves has done so when it has listened for so long."""
 GONE_SECONDS = 10.0
 """SGLang's processes die with their main process; those that do not by then are killed."""
 
 
 class Attendant:
-    """Looks after one server: whether it serves yet, what it leaves behind, and the tree parked for the next."""
+    """Looks after one server: whether it listens yet, what it leaves behind, and the tree parked for the next."""
 
     def __init__(self, port: int | None, pool: Pool | None, strays: processes.Strays) -> None:
-        self.served_at: float | None = None
+        self._listened: float | None = None
         self._port = port
         self._pool = pool
         self._strays = strays
@@ -50,20 +52,24 @@ class Attendant:
         """See supervisor.Beside."""
         now = time.monotonic()
         self._strays.reap(self._own(server))
-        if self.served_at is None:
+        if self._listened is None:
             if self._pool is not None:
                 self._pool.look(server)
-            if self._serves(server, now):
-                self.served_at = now  # a unit for engines would tell systemd here that it is ready
-        if self._pool is not None and self.served_at is not None and now - self.served_at >= PARK_AFTER:
+            if self._listens(server, now):
+                self._listened = now
+        if self._pool is not None and self.listened_for(PARK_AFTER):
             self._pool.attend()
         return ATTEND_SECONDS
+
+    def listened_for(self, seconds: float) -> bool:
+        """Whether it listens, or did, since so many seconds."""
+        return self._listened is not None and time.monotonic() - self._listened >= seconds
 
     def clear(self) -> bool:
         """See everything of the ended server gone: it may hold GPU memory."""
         return self._strays.end(self._own(), GONE_SECONDS, supervisor.KILL_TIMEOUT)
 
-    def _serves(self, server: int, now: float) -> bool:
+    def _listens(self, server: int, now: float) -> bool:
         if self._port is None:
             return now - self._began >= NO_PORT_SECONDS
         return proof.listens(processes.below(server), self._port)
@@ -127,9 +133,10 @@ def _live(start: Start, pool: Pool | None) -> _Life:
     with start() as launch:
         attendant = Attendant(launch.port, pool, processes.Strays())
         served = session.serve(launch, pool.start if pool else supervisor.fresh, attendant)
+    # Listening is not enough: it comes before the server's own warm-up, and with a held port before everything else.
+    did_serve = served.serving or attendant.listened_for(SERVED_SECONDS)
     if not served.interrupted and not attendant.clear():
         say(f"some of the engine's processes do not end within {supervisor.KILL_TIMEOUT:.0f} s")
-    did_serve = attendant.served_at is not None
     refused = served.status == UsageError.exit_status and not served.weights and not did_serve
     text = f"{ended(served.status)} after {lasted(time.monotonic() - began)}"
     return _Life(served.status, text, served.interrupted, did_serve, refused)

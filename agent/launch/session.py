@@ -16,6 +16,7 @@ from weightcache.launch.console import say, write
 from weightcache.launch.listener import DEFAULT_PORT
 from weightcache.launch.reports import Receiver
 from weightcache.launch.signals import die_by
+from weightcache.starts import reading
 from weightcache.starts.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -116,6 +117,8 @@ def complain(launch: Launch, reports: list[Report], serving: bool) -> None:
         if serving
         else "the server ended without a word from weightcache inside it"
     )
+    if launch.listener is not None and not serving:
+        what += " (without which it cannot listen: this launcher holds its port)"
     say(f"WARNING: {what}; {proof.cause(reports, launch.python, env)}")
 
 
@@ -128,6 +131,8 @@ class Served:
     """Whether a signal that the launcher passed on asked for it."""
     weights: bool
     """Whether every rank of this host came so far that it had weights."""
+    serving: bool
+    """Whether the server said that it serves; some kinds never do (docs/starts.md)."""
 
 
 def serve(
@@ -149,7 +154,8 @@ def serve(
             ended = _run(launch, receiver, watcher, start, beside)
         recorder.ended(ended.status)
         status = _status(launch, watcher, ended)
-    return Served(status, ended.interrupted, not proof.missing(watcher.reports))
+    serving = any(isinstance(report, Milestone) and report.name == reading.SERVING for report in watcher.reports)
+    return Served(status, ended.interrupted, not proof.missing(watcher.reports), serving)
 
 
 def _recorder(launch: Launch) -> Recorder:

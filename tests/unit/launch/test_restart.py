@@ -96,7 +96,7 @@ def test_options_that_cannot_work_are_not_tried_again(launcher, restarting, agen
 def test_who_served_may_die_as_often_as_it_likes(launcher, restarting, agent):
     agent()
     port = free_port()
-    launcher.script(*GOOD, ["listen"], ["sleep", 60])
+    launcher.script(*GOOD, ["milestone", "serving"], ["listen"], ["sleep", 60])
     process = restarting("--port", str(port), more="restart.ATTEND_SECONDS = 0.05")
     for run in range(restart.MOST_DEATHS + 2):
         pid = serving(launcher, process, run)
@@ -110,6 +110,25 @@ def test_who_served_may_die_as_often_as_it_likes(launcher, restarting, agent):
     assert [line for line in lines if line.startswith("the engine")][-1].endswith(
         "starting it again (7 restarts so far)"
     )
+
+
+def test_one_that_listens_but_never_serves_is_given_up(launcher, restarting, agent):
+    """Its warm-up fails, for instance."""
+    agent()
+    launcher.script(*GOOD, ["listen"], ["sleep", 0.5], ["exit", 5])
+    status, lines = finished(restarting("--port", str(free_port()), more="restart.ATTEND_SECONDS = 0.05"))
+    assert status == 5
+    assert lines[-1].endswith(", 5 times in a row before it served: giving up")
+
+
+def test_one_that_does_not_say_when_it_serves_has_served_after_a_while(launcher, restarting, agent):
+    agent()
+    launcher.script(*GOOD, ["listen"], ["sleep", 0.5], ["exit", 5])
+    more = "restart.ATTEND_SECONDS = 0.05; restart.SERVED_SECONDS = 0.2"
+    process = restarting("--port", str(free_port()), more=more)
+    launcher.wait_for(f"run-{restart.MOST_DEATHS + 1}.json")
+    process.terminate()
+    finished(process)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
