@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -19,6 +20,9 @@ from weightcache.engine.directive import Directive, ListenerWanted, encode_repor
 from weightcache.errors import ProtocolError
 
 ANSWER_SECONDS = 10.0
+
+listening = threading.Event()
+"""Set when the engine's own server accepts connections on the socket that it was given."""
 
 
 def hook(directive: Directive) -> Callable[..., Awaitable[None]]:
@@ -31,6 +35,7 @@ def hook(directive: Directive) -> Callable[..., Awaitable[None]]:
         listener = given(directive)  # closed by the event loop's server
         await original(server, [listener])
         sglang.say_started(server, listener)
+        listening.set()
 
     return around
 

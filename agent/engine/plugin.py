@@ -69,7 +69,8 @@ def _register_server(directive: Directive) -> None:
     if directive.listener:
         hooking.around(adapter_server.SERVER_STARTUP, listener.hook(directive))
     if warmup.LEVER in directive.levers and directive.warmed and adapter_server.HTTP_SERVER in sys.modules:
-        hooking.around(adapter_server.WAIT_AND_WARMUP, warmup.hook(Path(directive.warmed)), copies=False)
+        ready = listener.listening if directive.listener else None
+        hooking.around(adapter_server.WAIT_AND_WARMUP, warmup.hook(Path(directive.warmed), ready), copies=False)
 
 
 def _register_scheduler(directive: Directive) -> None:

@@ -13,8 +13,10 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +30,39 @@ LISTEN_SECONDS = 120.0
 POLL_SECONDS = 0.02
 
 
-def hook(warmed: Path) -> Callable[..., Any]:
-    """Around SGLang's ``_wait_and_warmup``, which runs in a thread while the server begins to listen."""
+def hook(warmed: Path, listening: threading.Event | None = None) -> Callable[..., Any]:
+    """Around SGLang's ``_wait_and_warmup``, which runs in a thread while the server begins to listen.
+
+    ``listening`` says when it does where its port can be connected to all the time (weightcache.engine.listener).
+    """
 
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         server_args = args[0] if args else kwargs.get("server_args")
         if not sglang.is_own_warmup(kwargs.get("execute_warmup_func")) or not sglang.serves_by_itself(server_args):
             return original(*args, **kwargs)
         if warmed.exists():
-            return original(*args, **{**kwargs, "execute_warmup_func": without_requests})
+            return original(*args, **{**kwargs, "execute_warmup_func": partial(without_requests, listening)})
         return original(*args, **{**kwargs, "execute_warmup_func": _noting(warmed)})
 
     return around
 
 
-def without_requests(server_args: Any) -> bool:
-    """Wait until the server listens and declare it ready; in place of SGLang's requests if it does not listen."""
-    host, port = sglang.address(server_args)
+def without_requests(listening: threading.Event | None, server_args: Any) -> bool:
+    """Wait until the server listens and declare it ready; if it does not listen, SGLang's requests find out why."""
+    if not (listening.wait(LISTEN_SECONDS) if listening else _connects(*sglang.address(server_args))):
+        return sglang.own_warmup(server_args)
+    logger.info("weightcache: no warm-up request: this start succeeded before, with the same compiled kernels")
+    sglang.declare_up()
+    return True
+
+
+def _connects(host: str, port: int) -> bool:
     deadline = time.monotonic() + LISTEN_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0):
-            logger.info("weightcache: no warm-up request: this start succeeded before, with the same compiled kernels")
-            sglang.declare_up()
             return True
         time.sleep(POLL_SECONDS)
-    return sglang.own_warmup(server_args)
+    return False
 
 
 def _noting(warmed: Path) -> Callable[[Any], bool]:

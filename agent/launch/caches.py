@@ -6,18 +6,19 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache.compiled import places, stamp, store
 from weightcache.errors import WeightcacheError
-from weightcache.launch import server_only
+from weightcache.launch import server_only, sglang_options
 from weightcache.launch.console import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from pathlib import Path
 
     from weightcache.config import CompiledConfig
 
@@ -31,16 +32,44 @@ class Kept:
 
     variables: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
+    stay: tuple[str, ...] = ()
+    """Variables whose compilers write where they always did."""
 
     def warmed(self, arguments: Sequence[str]) -> str:
         """The file that says of SGLang's ``arguments`` that they came to serve with these kernels; empty: none would.
 
-        Arguments that only concern serving, keys among them, do not matter.
+        None would where kernels lie in a temporary directory, or in one of the operator's that has none. Arguments
+        that only concern serving, keys among them, do not matter; the checkpoint and SGLang's variables do.
         """
-        if self.directory is None:
+        if self.directory is None or not _lasting(self.stay):
             return ""
-        digest = hashlib.sha256(json.dumps(server_only.without(arguments)).encode()).hexdigest()
+        start = [server_only.without(arguments), _checkpoint(arguments), _variables(), os.environ.get("PWD", "")]
+        digest = hashlib.sha256(json.dumps(start).encode()).hexdigest()
         return str(self.directory / "warmed" / digest[:32])
+
+
+def _lasting(stay: Sequence[str]) -> bool:
+    temporary = Path(tempfile.gettempdir()).resolve()
+    values = [os.environ[by] for _, by in places.operators(os.environ) if os.environ.get(by)]
+    paths = {*places.elsewhere(os.environ, stay), *(Path(value) for value in values)}
+    try:
+        return not any(path.resolve().is_relative_to(temporary) or not any(path.iterdir()) for path in paths)
+    except OSError:
+        return False
+
+
+def _variables() -> list[tuple[str, str]]:
+    wanted = ("SGLANG_", "SGL_", "CUDA_", "TRITON_", "TORCH", "FLASHINFER_", "NCCL_")
+    return sorted((name, value) for name, value in os.environ.items() if name.startswith(wanted))
+
+
+def _checkpoint(arguments: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of the checkpoint's files; nothing of one that is a name at a hub."""
+    try:
+        with os.scandir(sglang_options.given(arguments).text("model_path")) as files:
+            return sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    except OSError:
+        return []
 
 
 @contextlib.contextmanager
@@ -59,7 +88,7 @@ def kept(levers: Sequence[str], limits: CompiledConfig, python: str) -> Iterator
                 packaged = "flashinfer-cubin" in wanted.facts
                 variables = places.variables(held.entry.directory, os.environ, held.entry.stay, packaged)
                 places.make(held.entry.directory)
-                result = Kept(variables, held.entry.directory)
+                result = Kept(variables, held.entry.directory, tuple(held.entry.stay))
                 for entry in found.collect(limits, held.entry.stamp, MEASURE_SECONDS):
                     say(
                         f"compiled kernels of {entry.directory} were removed: see max_bytes and keep_days in [compiled]"

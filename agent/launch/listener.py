@@ -61,7 +61,10 @@ def handed_in(environment: MutableMapping[str, str], port: int | None) -> socket
 def bound(host: str, port: int) -> socket.socket:
     """A socket that listens as the server would. Raises UsageError."""
     try:
-        family, *_, address = socket.getaddrinfo(host or DEFAULT_HOST, port, type=socket.SOCK_STREAM)[0]
+        addresses = socket.getaddrinfo(host or DEFAULT_HOST, port, type=socket.SOCK_STREAM)
+        if len({address for *_, address in addresses}) > 1:
+            raise UsageError(f"{host} stands for several addresses: give the engine one of them as --host")
+        family, *_, address = addresses[0]
         # Not SO_REUSEPORT: connections that wait in the queue of a socket that is closed are reset.
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     except OSError as error:
@@ -79,6 +82,8 @@ def why_not(launch: Given, environment: Mapping[str, str]) -> str:
         return "a server that speaks gRPC binds a port of its own"
     if environment.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
         return "SGLANG_RUST_SERVER binds a port of its own"
+    if launch.flag("encoder_only") or launch.flag("use_ray"):
+        return "--encoder-only and --use-ray start servers that weightcache is not in"
     if (launch.number("node_rank", 0) or 0) > 0:
         return "only the first node of an engine answers requests"
     return ""

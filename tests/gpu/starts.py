@@ -194,6 +194,7 @@ def launched(way: Way, agents: Path, folder: Path, notes: Notes) -> Iterator[Kil
     """A launcher in restart mode, with folders of its own for state and compiled kernels."""
     folder.mkdir(parents=True)
     (nobody := folder / "nobody").mkdir()
+    (folder / "tmp").mkdir()
     command = [sys.executable, "-m", "weightcache.launch", *way.options(agents, nobody)]
     made = Engine(
         rig.profile().model,
@@ -204,6 +205,8 @@ def launched(way: Way, agents: Path, folder: Path, notes: Notes) -> Iterator[Kil
     made.environment = rig.variables() | {
         "WEIGHTCACHE_STATE_DIR": str(folder / "state"),
         "WEIGHTCACHE_CACHE_DIR": str(folder / "cache"),
+        # What earlier runs compiled in the usual temporary directory is not found: this engine's kernels are its own.
+        "TMPDIR": str(folder / "tmp"),
     }
     try:
         yield Killed(way, made.start(), notes, folder)

@@ -119,6 +119,21 @@ def test_a_server_that_does_not_listen_is_left_to_sglang(
     assert (server.warmed_up, server.afterwards) == (1, [])
 
 
+def test_a_port_that_is_held_listens_before_the_server_does(
+    server: Server, listener: socket.socket, tmp_path: Path
+) -> None:
+    (tmp_path / "start").touch()
+    listening = threading.Event()
+    around = warmup.hook(tmp_path / "start", listening)
+    thread = threading.Thread(target=around, args=(server.wait_and_warmup, arguments(listener)))
+    thread.start()
+    thread.join(0.3)
+    assert server.manager.server_status == "starting"
+    listening.set()
+    thread.join(10)
+    assert (server.warmed_up, server.manager.server_status) == (0, "up")
+
+
 @pytest.mark.parametrize(
     "others", [{"disaggregation_mode": "prefill"}, {"tokenizer_worker_num": 4}, {"debug_tensor_dump_input_file": "x"}]
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from tests.unit.launch.support import ATTACHED, eventually
 from weightcache.compiled import store
 from weightcache.compiled.entry import in_use
+from weightcache.launch.caches import Kept
 
 GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
 
@@ -93,3 +98,54 @@ def test_old_ones_go_when_an_engine_starts(launcher, agent):
     assert status == 0
     assert f"compiled kernels of {old} were removed" in err
     assert not old.exists()
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
+    """A directory of a user without compiled kernels elsewhere."""
+    for name in list(os.environ):
+        if name.endswith(("_CACHE_DIR", "_CACHE_PATH", "_WORKSPACE_BASE")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return Kept({}, tmp_path / "stamp")
+
+
+def test_a_start_is_told_apart_by_all_that_it_depends_on(kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    start = ["--model-path", str(tmp_path / "model"), "--tp-size", "2"]
+    seen = {kept.warmed(start)}
+    assert Path(next(iter(seen))).parent == tmp_path / "stamp" / "warmed"
+    assert kept.warmed([*start, "--port", "1", "--api-key", "x"]) in seen
+    seen.add(kept.warmed([*start, "--dtype", "float16"]))
+    (tmp_path / "model" / "config.json").write_text("{ }")
+    seen.add(kept.warmed(start))
+    monkeypatch.setenv("SGLANG_SOMETHING", "1")
+    seen.add(kept.warmed(start))
+    monkeypatch.setenv("PWD", "/elsewhere")
+    seen.add(kept.warmed(start))
+    assert len(seen) == 5
+
+
+def test_kernels_that_may_be_gone_vouch_for_nothing(kept: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert Kept().warmed(["--model-path", "m"]) == ""
+    assert kept.warmed(["--model-path", "m"])
+    for place, vouches in (("nowhere", False), ("empty", False), ("full", True), ("temporary/full", False)):
+        folder = tmp_path / place
+        if place != "nowhere":
+            folder.mkdir(exist_ok=True)
+        if place.endswith("full"):
+            (folder / "kernel").touch()
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+        assert bool(kept.warmed(["--model-path", "m"])) is vouches, place
+
+
+def test_kernels_where_they_always_were_vouch_if_they_are_there(kept: Kept, tmp_path: Path):
+    usual = tmp_path / "home" / ".triton" / "cache"
+    usual.mkdir(parents=True)
+    stay = Kept({}, kept.directory, ("TRITON_CACHE_DIR",))
+    assert stay.warmed(["--model-path", "m"]) == ""
+    (usual / "kernel").touch()
+    assert stay.warmed(["--model-path", "m"])

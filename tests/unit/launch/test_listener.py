@@ -115,6 +115,13 @@ def test_a_port_that_is_taken(port: socket.socket) -> None:
         listener.bound("", number(port))
 
 
+def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [(socket.AF_INET, 1, 6, "", ("127.0.0.1", 1)), (socket.AF_INET6, 1, 6, "", ("::1", 1, 0, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    with pytest.raises(UsageError, match="localhost stands for several addresses"):
+        listener.bound("localhost", 1)
+
+
 def test_a_host_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match="cannot be held"):
         listener.bound("no-such-host.invalid", 1)
@@ -128,6 +135,8 @@ def test_a_host_that_does_not_exist() -> None:
         ("--enable-http2", "http2"),
         ("--tokenizer-worker-num 2", "several processes"),
         ("--smg-grpc-mode", "gRPC"),
+        ("--encoder-only", "not in"),
+        ("--use-ray", "not in"),
         ("--nnodes 2 --node-rank 1", "first node"),
         ("--nnodes 2 --node-rank 0", ""),
     ],
