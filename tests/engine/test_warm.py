@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def test_an_engine_that_is_killed_serves_on_from_a_warm_worker(
     smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "engine.log"
-    with support.launched(tmp_path, smollm2, log, NEWEST, options=["--wcache-restart"]) as engine:
+    with support.launched(tmp_path, smollm2, log, NEWEST, options=["--wcache-restart", "--wcache-hold-port"]) as engine:
         cold = engine.start_seconds
         launcher = engine.process.pid
         text, arguments = support.text(engine), info(engine)
@@ -57,6 +58,8 @@ def test_an_engine_that_is_killed_serves_on_from_a_warm_worker(
             began = time.monotonic()
             os.kill(victim, signal.SIGKILL)
             eventually(lambda gone=before: not psutil.pid_exists(gone), 30, engine.tail)
+            with socket.create_connection(("127.0.0.1", engine.port), 5):  # while nobody is there to accept it
+                pass
             engine.wait_ready()
             assert support.text(engine) == text
             seconds.append(time.monotonic() - began)
