@@ -7,13 +7,19 @@ belongs to that process's innermost phase. So the phases of a start add up to it
 
 from __future__ import annotations
 
+import heapq
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from weightcache.starts.reading import READY, SERVING, WARM_UP_TOKEN
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from weightcache.starts.reading import Process, Span, Start
+
+Value = TypeVar("Value")
 
 LAUNCHER = "launcher"
 FAILED = "failed attempt"
@@ -38,10 +44,14 @@ def phases(start: Start) -> dict[str, float]:
         return {}
     origin = start.header.began
     chain = _chain(start)
-    edges = sorted({origin, origin + until, *_edges(start, chain, origin, origin + until)})
+    waits = _Sweep((process.began, _released(process), (-place,), place) for place, process in enumerate(chain))
+    inner = [_Sweep(_named(process)) for process in chain]
     found: dict[str, float] = {}
-    for begin, end in pairwise(edges):
-        name = _phase(start, chain, (begin + end) / 2)
+    for begin, end in pairwise(sorted({origin, origin + until, *_edges(start, chain, origin, origin + until)})):
+        name = _before(start, begin)
+        if not name:
+            place = waits.at(begin)
+            name = LAUNCHER if place is None else inner[place].at(begin) or OTHER
         found[name] = found.get(name, 0.0) + end - begin
     return found
 
@@ -71,23 +81,43 @@ def _edges(start: Start, chain: list[Process], low: float, high: float) -> list[
     return [moment for moment in moments if low < moment < high]
 
 
-def _phase(start: Start, chain: list[Process], at: float) -> str:
-    if start.attempts and at < start.attempts[-1]:
-        return FAILED if at >= start.attempts[0] and len(start.attempts) > 1 else LAUNCHER
-    for process in reversed(chain):
-        ready = process.points.get(READY)
-        if process.began <= at and (ready is None or at < ready or process.role == "main"):
-            return _within(process, at)
-    return LAUNCHER
+def _before(start: Start, at: float) -> str:
+    """The phase of a moment before the attempt that counts; empty from there on."""
+    if not start.attempts or at >= start.attempts[-1]:
+        return ""
+    return FAILED if at >= start.attempts[0] and len(start.attempts) > 1 else LAUNCHER
 
 
-def _within(process: Process, at: float) -> str:
-    """The innermost phase that people read; of those that mean nothing to them, the next one around."""
-    around = [span for span in process.spans if span.begin <= at and (span.end is None or at < span.end)]
-    for span in sorted(around, key=lambda span: (span.depth, span.begin), reverse=True):
+def _released(process: Process) -> float:
+    """Until when the start waits for a process; the main one is there to the end."""
+    return inf if process.role == "main" else process.points.get(READY, inf)
+
+
+def _named(process: Process) -> Iterator[tuple[float, float, tuple[float, ...], str]]:
+    """The phases that people read, innermost first; moments in none of them belong to the next one around."""
+    for place, span in enumerate(process.spans):
         if (name := group(span)) != OTHER:
-            return name
-    return OTHER
+            yield span.begin, inf if span.end is None else span.end, (-span.depth, -span.begin, place), name
+
+
+class _Sweep(Generic[Value]):
+    """Intervals (begin, end, rank, value) and which of those around a moment has the lowest rank; no two have the same.
+
+    Moments are asked for in their order, so that all of them together take little longer than sorting the intervals.
+    """
+
+    def __init__(self, intervals: Iterable[tuple[float, float, tuple[float, ...], Value]]) -> None:
+        self._later = sorted(intervals, key=lambda interval: interval[0], reverse=True)
+        self._open: list[tuple[tuple[float, ...], float, Value]] = []
+
+    def at(self, moment: float) -> Value | None:
+        """The value at ``moment``; None where there is no interval."""
+        while self._later and self._later[-1][0] <= moment:
+            _, end, rank, value = self._later.pop()
+            heapq.heappush(self._open, (rank, end, value))
+        while self._open and self._open[0][1] <= moment:
+            heapq.heappop(self._open)
+        return self._open[0][2] if self._open else None
 
 
 def group(span: Span) -> str:

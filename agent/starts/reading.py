@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +16,10 @@ from weightcache.starts.recorder import OUTCOMES
 
 LARGEST = 8 << 20
 """Bytes of a trace that are read; a start of a hundred ranks with all its graphs leaves less than a tenth."""
+MOST_MARKS = 20_000
+"""Lines of a trace that are taken; a rank with all its graphs leaves some hundreds."""
+DEEPEST = 64
+"""Phases within one another; SGLang's come to five."""
 _MARK = b'{"at":'
 _ORDER = {"main": 0, "controller": 1, "scheduler": 2, "detokenizer": 3}
 
@@ -148,7 +154,7 @@ def read(where: Path, number: int) -> Start | None:
 def parse(number: int, data: bytes, live: bool = False) -> Start:
     """The content of a trace. Never raises."""
     first, _, rest = data.partition(b"\n")
-    header, marks, damaged = None, [], 0
+    header, marks, damaged, lines = None, [], 0, 0
     try:
         decoded = decode(first, Header)
         header = decoded if isinstance(decoded, Header) else None
@@ -156,6 +162,10 @@ def parse(number: int, data: bytes, live: bool = False) -> Start:
         damaged += 1
     for line in rest.split(b"\n"):
         if not line:
+            continue
+        lines += 1
+        if lines > MOST_MARKS:
+            damaged += 1
             continue
         # Half a line of a process that was killed has no end: the next one's mark follows it directly.
         half, found, mark = line.rpartition(_MARK)
@@ -171,10 +181,11 @@ def parse(number: int, data: bytes, live: bool = False) -> Start:
     marks.sort(key=lambda mark: mark.at)
     attempts = tuple(mark.at for mark in marks if mark.kind == "point" and mark.name == "attempt")
     ends = [mark for mark in marks if mark.kind == "point" and mark.name == "ended" and "status" in mark.facts]
+    processes, too_deep = _processes(marks, attempts)
     return Start(
         number,
         header,
-        tuple(_processes(marks, attempts)),
+        processes,
         tuple(
             Weights(mark.at, mark.rank, mark.how, mark.name, mark.facts, _attempt(attempts, mark.at))
             for mark in marks
@@ -183,15 +194,16 @@ def parse(number: int, data: bytes, live: bool = False) -> Start:
         attempts,
         int(ends[-1].facts["status"]) if ends else None,
         live,
-        damaged,
+        damaged + too_deep,
     )
 
 
 def _attempt(attempts: tuple[float, ...], at: float) -> int:
-    return max(1, sum(moment <= at for moment in attempts))
+    return max(1, bisect.bisect_right(attempts, at))
 
 
-def _processes(marks: list[Mark], attempts: tuple[float, ...]) -> list[Process]:
+def _processes(marks: list[Mark], attempts: tuple[float, ...]) -> tuple[tuple[Process, ...], int]:
+    """The processes, and how many of their phases are too deep."""
     by_pid: dict[int, list[Mark]] = {}
     for mark in marks:
         by_pid.setdefault(mark.pid, []).append(mark)
@@ -200,17 +212,20 @@ def _processes(marks: list[Mark], attempts: tuple[float, ...]) -> list[Process]:
         for own in by_pid.values()
         if (first := next((mark for mark in own if mark.kind == "process"), None)) is not None
     ]
-    return sorted(found, key=lambda p: (p.attempt, _ORDER.get(p.role, 9), p.replica, p.rank, p.began, p.pid))
+    processes = [process for process, _ in found]
+    processes.sort(key=lambda p: (p.attempt, _ORDER.get(p.role, 9), p.replica, p.rank, p.began, p.pid))
+    return tuple(processes), sum(too_deep for _, too_deep in found)
 
 
-def _process(first: Mark, own: list[Mark], attempts: tuple[float, ...]) -> Process:
+def _process(first: Mark, own: list[Mark], attempts: tuple[float, ...]) -> tuple[Process, int]:
     began = min(first.facts.get("began", first.at), first.at)
     named = [mark for mark in own if mark.kind == "point" and mark.name == "rank"]
     points: dict[str, float] = {}
     for mark in own:
         if mark.kind == "point" and mark.name != "rank":
             points.setdefault(mark.name, mark.at)
-    return Process(
+    spans, too_deep = _spans(began, first, own)
+    process = Process(
         first.pid,
         first.name,
         began,
@@ -218,25 +233,36 @@ def _process(first: Mark, own: list[Mark], attempts: tuple[float, ...]) -> Proce
         named[0].rank if named else first.rank,
         int(named[0].facts.get("replica", 0)) if named else 0,
         _attempt(attempts, first.at),
-        tuple(_spans(began, first, own)),
+        spans,
         points,
     )
+    return process, too_deep
 
 
-def _spans(began: float, first: Mark, own: Iterable[Mark]) -> list[Span]:
-    """Begins and ends, paired by name; those of threads may overlap, and then both lie at the same depth."""
+def _spans(began: float, first: Mark, own: Iterable[Mark]) -> tuple[tuple[Span, ...], int]:
+    """Begins and ends, paired by name; those of threads may overlap, and then both lie at the same depth.
+
+    The number counts those that are left out since they are deeper than DEEPEST.
+    """
     spans: list[Span] = []
     open_: list[int] = []
+    left_out: Counter[str] = Counter()
+    too_deep = 0
     if first.at > began:
         spans.append(Span("imports", began, first.at))
     for mark in own:
-        if mark.kind == "begin":
+        if mark.kind == "begin" and len(open_) >= DEEPEST:
+            left_out[mark.name] += 1
+            too_deep += 1
+        elif mark.kind == "begin":
             open_.append(len(spans))
             spans.append(Span(mark.name, mark.at, None, len(open_) - 1, int(mark.facts.get("size", 0))))
+        elif mark.kind == "end" and left_out[mark.name]:
+            left_out[mark.name] -= 1
         elif mark.kind == "end":
             for index in reversed(open_):
                 if spans[index].name == mark.name:
                     open_.remove(index)
                     spans[index] = replace(spans[index], end=mark.at)
                     break
-    return spans
+    return tuple(spans), too_deep
