@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from weightcache.starts import comparison, phases, reading
@@ -9,6 +10,9 @@ from weightcache.starts import comparison, phases, reading
 if TYPE_CHECKING:
     from weightcache.engine.directive import Milestone
     from weightcache.starts.recorder import Recorder
+
+RECENT = 10
+"""How many of the newest traces are looked at for a start like this one: whoever supervises the server reads them."""
 
 
 def news(milestone: Milestone, recorder: Recorder) -> list[str]:
@@ -31,7 +35,8 @@ def _news(milestone: Milestone, recorder: Recorder) -> list[str]:
     if start is None or not (sentence := phases.sentence(start)):
         return [f"serving after {seconds:.1f} s"]
     lines = [sentence]
-    before = comparison.previous(start, reading.newest_first(recorder.path.parent)) if recorder.path else None
+    recent = itertools.islice(reading.newest_first(recorder.path.parent), RECENT) if recorder.path else ()
+    before = comparison.previous(start, recent)
     if before is not None and (slower := comparison.sentence(start, before)):
         lines.append(f"{slower}; `wcache starts show {start.number}` draws it")
     return lines
