@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 STAMP, LOCK, REHEARSED = "stamp.json", "lock", "rehearsed.json"
 OWN = (STAMP, LOCK, REHEARSED)
 """The files that no compiler wrote."""
+WARMED = "warmed"
+"""The folder of what no compiler wrote either: starts that came to serve (weightcache.launch.caches)."""
 
 _MOST = 1 << 20
 _MOST_KEPT = 100
@@ -28,7 +30,10 @@ _MOST_KEPT = 100
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stamp's directory. ``facts`` is empty where its file cannot be read; ``used`` is a time of day."""
+    """One stamp's directory. ``facts`` is empty where its file cannot be read.
+
+    ``used`` is the time of day when its last use began or ended.
+    """
 
     directory: Path
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -62,11 +67,12 @@ def measure(directory: Path) -> Measured:
 
 def walk(directory: Path) -> Iterator[Path]:
     """The regular files below ``directory`` that compilers wrote."""
-    for folder, _, names in os.walk(directory):
+    for folder, folders, names in os.walk(directory):
+        if folder == str(directory):
+            folders[:] = [name for name in folders if name != WARMED]
+            names = [name for name in names if name not in OWN]
         for name in names:
             path = Path(folder, name)
-            if folder == str(directory) and name in OWN:
-                continue
             with contextlib.suppress(OSError):
                 if stat.S_ISREG(path.lstat().st_mode):
                     yield path

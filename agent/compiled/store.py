@@ -1,7 +1,8 @@
 """The directories of all stamps: made whole, used under a lock that ends with its holder, collected when out of use.
 
 DIRECTORY/STAMP/stamp.json    what the stamp stands for
-DIRECTORY/STAMP/lock          shared by the launchers that use it, exclusive for who removes it; its time: last use
+DIRECTORY/STAMP/lock          shared by the launchers that use it, exclusive for who removes it; its time: when the last
+                              use began or ended
 DIRECTORY/STAMP/...           one folder for each compiler
 DIRECTORY/.new-*, .gone-*     one that is being made, or removed, or was when its process was killed
 """
@@ -53,6 +54,8 @@ class Held:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # an engine may have used it for longer than keep_days
+            os.utime(self.fd)
         os.close(self.fd)
 
 

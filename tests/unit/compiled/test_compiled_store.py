@@ -20,6 +20,7 @@ from weightcache.compiled.store import Store
 from weightcache.compiled.written import Written
 from weightcache.config import CompiledConfig
 from weightcache.errors import PermissionRefused, WeightcacheError
+from weightcache.launch.caches import Kept
 
 DAY = 86400.0
 HOLDER = """
@@ -162,6 +163,24 @@ def test_one_that_is_in_use_is_passed_over_for_an_older_one(cache: Store) -> Non
         assert names(cache.collect(CompiledConfig(max_bytes=2 << 20, keep_days=1000000))) == ["old"]
 
 
+def test_a_use_ends_when_its_holder_lets_go(cache: Store) -> None:
+    with cache.hold(Stamp({"torch": "long"}), {}) as held:
+        os.utime(held.entry.directory / "lock", (time.time() - 40 * DAY,) * 2)
+        made(cache, "new", age_days=1)
+    assert cache.collect(CompiledConfig(keep_days=30)) == ()
+    assert names(cache.entries()) == ["long", "new"]
+
+
+def test_letting_go_needs_no_disk_that_can_be_written(cache: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with cache.hold(Stamp({"torch": "2"}), {}) as held:
+        monkeypatch.setattr(os, "utime", refuse)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(held.fd)
+
+
 def test_garbage_is_left_alone_or_tidied_up(cache: Store) -> None:
     keep = made(cache, "new")
     (cache.root / "notes.txt").write_text("mine")
@@ -246,7 +265,14 @@ def test_only_what_compilers_wrote_is_counted(cache: Store) -> None:
     entry = made(cache, "2", size=5000)
     (entry.directory / "triton" / "link").symlink_to("kernel")
     entries.remember(entry, "x")
-    assert entries.measure(entry.directory).files == 1
+    marker = Path(Kept(directory=entry.directory).warmed(["--model-path", "m"]))
+    for path in (marker, entry.directory / "triton" / "warmed" / "kernel"):
+        path.parent.mkdir()
+        path.write_text("x")
+    assert set(entries.walk(entry.directory)) == {
+        entry.directory / "triton" / "kernel", entry.directory / "triton" / "warmed" / "kernel",
+    }  # fmt: skip
+    assert entries.measure(entry.directory).files == 2
     assert 5000 <= entries.measure(entry.directory).bytes <= 16384
 
 
