@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import threading
@@ -42,8 +43,11 @@ PACKAGES = (
 _ANSWER = 1 << 16
 _MOST = 1 << 16
 _LONGEST = 500
+# The working directory is first on the path of -c (-P is new in 3.11): nothing there may run, or count as installed.
 _PROBE = """
-import importlib.metadata, json, platform, sys, sysconfig
+import sys
+sys.path[:] = filter(None, sys.path)
+import importlib.metadata, json, platform, sysconfig
 def version(name):
     try:
         return str(importlib.metadata.version(name) or "")
@@ -72,13 +76,16 @@ class Stamp:
 
 def of(python: str, environment: Mapping[str, str] = os.environ) -> Stamp:
     """The stamp of what ``python`` would run under ``environment``. Raises UsageError if it does not answer."""
-    compilers = {"cxx": _cxx(environment), "nvcc": _nvcc(environment)}
+    cxx, nvcc = _cxx(environment), _nvcc(environment)
     deadline = time.monotonic() + SECONDS
     with contextlib.ExitStack() as stack:
         probe = _Command([python, "-c", _PROBE, *PACKAGES], environment, stack)
-        asked = {name: _Command([path, "--version"], environment, stack) for name, path in compilers.items() if path}
+        paths = dict.fromkeys(path for path in (*cxx.values(), nvcc) if path)
+        asked = {path: _Command([path, "--version"], environment, stack) for path in paths}
         facts = _checked(python, probe.output(deadline))
-        facts |= {name: _version(name, command.output(deadline)) for name, command in asked.items()}
+        said = {path: command.output(deadline) for path, command in asked.items()}
+    facts["cxx"] = " ".join(_version(said[path]) if path else word for word, path in cxx.items())[:_LONGEST]
+    facts["nvcc"] = _version(said[nvcc], -1) if nvcc else ""
     facts |= {"machine": platform.machine(), "libc": _libc(), "cpu": _cpu(CPU), **_within(NVIDIA, deadline)}
     return Stamp({name: value for name, value in facts.items() if value})
 
@@ -121,15 +128,26 @@ def _checked(python: str, answer: bytes) -> dict[str, str]:
         raise UsageError(f"{python} does not say which versions it has") from None
 
 
-def _version(name: str, output: bytes) -> str:
+def _version(output: bytes, place: int = 0) -> str:
     """g++ and clang say it in their first line, nvcc in its last."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines() if re.search(r"\d\.\d", line)]
-    return lines[-1 if name == "nvcc" else 0][:_LONGEST] if lines else UNKNOWN
+    return lines[place][:_LONGEST] if lines else UNKNOWN
 
 
-def _cxx(environment: Mapping[str, str]) -> str:
-    """Inductor's compiler for the CPU, and nvcc's for the host (torch/_inductor/config.py)."""
-    return shutil.which(environment.get("CXX") or "g++", path=environment.get("PATH")) or ""
+def _cxx(environment: Mapping[str, str]) -> dict[str, str]:
+    """Inductor's compiler for the CPU, and nvcc's for the host (torch/_inductor/config.py): its words, with their paths.
+
+    Words that are no programs (``g++ -m64``) have none; without a program among them they are one word, UNKNOWN.
+    """
+    given = environment.get("CXX", "").strip()
+    try:
+        words = shlex.split(given) or ["g++"]
+    except ValueError:
+        words = []
+    found = {word: shutil.which(word, path=environment.get("PATH")) or "" for word in words}
+    if any(found.values()):
+        return found
+    return {f"{UNKNOWN} ({given})": ""} if given else {}
 
 
 def _nvcc(environment: Mapping[str, str]) -> str:

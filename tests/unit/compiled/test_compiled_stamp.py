@@ -96,6 +96,53 @@ def test_compilers_count_as_their_versions(python: Path, tmp_path: Path) -> None
     assert stamp.of(str(python), environment).facts["cxx"] == stamp.UNKNOWN
 
 
+def compilers(folder: Path, **versions: str) -> dict[str, str]:
+    """An environment with these programs on its path."""
+    for name, text in versions.items():
+        program = folder / name
+        program.write_text(f"#!/bin/sh\necho '{text}'\n")
+        program.chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "CUDA_HOME": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("cxx", "fact"),
+    [
+        ("cxx", "c++ 14.2"),
+        ("ccache cxx", "ccache 4.8 c++ 14.2"),
+        ("ccache clang", "ccache 4.8 clang 19.1"),
+        ("cxx -m64", "c++ 14.2 -m64"),
+        ("'cxx' -m32", "c++ 14.2 -m32"),
+        ("ccache /none/cxx", "ccache 4.8 /none/cxx"),
+        ("/none/cxx -m64", f"{stamp.UNKNOWN} (/none/cxx -m64)"),
+        ("'", f"{stamp.UNKNOWN} (')"),
+    ],
+)
+def test_a_compiler_of_several_words(python: Path, tmp_path: Path, cxx: str, fact: str) -> None:
+    environment = compilers(tmp_path, cxx="c++ 14.2", ccache="ccache 4.8", clang="clang 19.1")
+    assert stamp.of(str(python), {**environment, "CXX": cxx}).facts["cxx"] == fact
+
+
+def test_without_a_compiler_there_is_no_fact(python: Path, tmp_path: Path) -> None:
+    environment = compilers(tmp_path, **{"g++": "g++ 12.2"})
+    for unset in ({}, {"CXX": ""}, {"CXX": " "}):
+        assert stamp.of(str(python), {**environment, **unset}).facts["cxx"] == "g++ 12.2"
+    (tmp_path / "g++").unlink()
+    python.write_text(python.read_text().replace("cat ", "/bin/cat "))
+    facts = stamp.of(str(python), {"PATH": str(tmp_path)}).facts
+    assert "cxx" not in facts
+
+
+def test_nothing_of_the_working_directory_runs_or_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "triton-9.9.dist-info").mkdir()
+    (tmp_path / "triton-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 9.9\n")
+    before = stamp.of(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert stamp.of(sys.executable).facts == before.facts
+    (tmp_path / "json.py").write_text("raise SystemExit('imported')")
+    assert stamp.of(sys.executable).facts == before.facts
+
+
 def test_the_driver_and_the_models_of_gpus(tmp_path: Path) -> None:
     assert stamp._gpus(tmp_path / "none") == {}
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\n")
