@@ -135,7 +135,7 @@ def _version(output: bytes, place: int = 0) -> str:
 
 
 def _cxx(environment: Mapping[str, str]) -> dict[str, str]:
-    """Inductor's compiler for the CPU, and nvcc's for the host (torch/_inductor/config.py): its words, with their paths.
+    """Inductor's compiler for the CPU, and nvcc's for the host (torch/_inductor/config.py): its words and their paths.
 
     Words that are no programs (``g++ -m64``) have none; without a program among them they are one word, UNKNOWN.
     """
