@@ -61,7 +61,8 @@ def serving(arguments: Sequence[str], environment: Mapping[str, str], log: Path,
 
     It answers nobody else. Raises LoadFailed with the end of its log when it ends, or takes longer than ``seconds``.
     """
-    port, key = _free_port(), secrets.token_urlsafe()
+    # Hexadecimal: argparse takes a key that begins with a dash for an option.
+    port, key = _free_port(), secrets.token_hex(32)
     command = [sys.executable, "-c", _START, *without(arguments), "--host", HOST, "--port", str(port)]
     command += ["--tokenizer-worker-num", "1"]  # with more of them SGLang cannot have a key
     with log.open("ab") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import secrets
 import time
 from pathlib import Path
 
@@ -97,3 +98,12 @@ def test_it_answers_nobody_else_and_has_no_key_or_port_of_the_operators(
     assert arguments[1:5] == ["--model-path", "m", "--host", "127.0.0.1"]
     assert not {"operators", "1", "0.0.0.0", "--ssl-keyfile=f"} & set(arguments[:-6])
     assert all(key not in word for word in shown)
+
+
+def test_no_key_is_an_option(tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random bytes that begin with a dash in base64, as one in 64 do."""
+    monkeypatch.setattr(secrets, "token_bytes", lambda count=None: b"\xf8" * (count or 32))
+    with serving([], {**environment, "FAKE": "well"}, tmp_path / "log", 20.0) as server:
+        arguments = json.loads(server._ask("GET", "/model_info"))["arguments"]
+    for option in ("--api-key", "--admin-api-key"):
+        assert re.fullmatch("[0-9a-f]{64}", arguments[arguments.index(option) + 1])
