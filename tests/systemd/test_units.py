@@ -102,6 +102,23 @@ def test_a_rehearsal_is_told_whose_kernels_it_compiles(machine: Machine) -> None
     assert shown == {"ActiveState": "inactive", "AssertResult": "no"}
 
 
+@pytest.mark.parametrize("place", ["/etc/systemd/system", "/run/systemd/system", "/usr/lib/systemd/system"])
+def test_a_rehearsal_is_told_so_wherever_drop_ins_are(machine: Machine, place: str) -> None:
+    folder, name = f"{place}/weightcache-rehearse.service.d", "weightcache-rehearse.service"
+    text = "[Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=\nExecStart=/usr/bin/true\n"
+    machine.run("mkdir", folder)
+    try:
+        machine.run("sh", "-c", f"printf '{text}' >{folder}/mine.conf")
+        machine.systemctl("daemon-reload")
+        machine.systemctl("start", name)
+        shown = machine.show(name, "ActiveState", "AssertResult")
+        assert shown == {"ActiveState": "active", "AssertResult": "yes"}
+    finally:
+        machine.systemctl("stop", name)
+        machine.run("rm", "-r", folder)
+        machine.systemctl("daemon-reload")
+
+
 def test_a_rank_is_enabled_and_disabled(machine: Machine) -> None:
     machine.systemctl("enable", "--now", "weightcache@1.socket")
     assert owner_and_mode(machine, "/run/weightcache/1.sock") == "root weightcache 660 socket"
