@@ -34,6 +34,7 @@ FROM_DISK = "disk"
 ALL = "all"
 NONE = "none"
 PARKED = re.compile(r"weightcache: .*parked")
+SERVES = re.compile(r"weightcache: serving after")
 GRAPHS = re.compile(r"weightcache: captured \d+ prefill graphs in [^\n]*")
 FIRST = [5, 17, 99]
 GPU_BASE = (
@@ -101,6 +102,7 @@ class Killed:
         """First start, kills, answers, load. The answers, once all graphs are there."""
         self.note("first start to first token, s", round(self._first_token(), 2))
         for number in range(1, kills + 1):
+            rig.wait_for(lambda: self._count(SERVES) >= number, self.notes.left(60), "the end of the warm-up")  # noqa: B023
             if "workers" in self.way.levers:
                 self._parked(number)
             self._kill()
@@ -170,8 +172,8 @@ class Killed:
         env = rig.variables() | {"WEIGHTCACHE_STATE_DIR": str(self.state)}
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, env=env, check=False)
         try:
-            return json.loads(done.stdout)["start"]["phases"]
-        except (ValueError, KeyError):
+            return json.loads(done.stdout)["phases"]
+        except (ValueError, KeyError, TypeError):
             return f"not known: {done.stderr[-200:]}"
 
     def _load(self) -> None:
