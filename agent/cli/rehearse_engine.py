@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from weightcache.errors import LoadFailed, UsageError, WeightcacheError, tree
 from weightcache.launch.processes import Tree
 from weightcache.launch.server_only import without
+from weightcache.launch.sglang_options import given
 from weightcache.parity import ending
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def running(plan: Plan, folder: Path, say: Callable[[str], None], beat: Callable
             for line in engine.news():
                 say(line)
             held.update()
-            if (status := process.poll()) is not None:
+            if (status := ending.status(process.pid)) is not None:
                 raise _error(status, engine)
             if time.monotonic() > deadline:
                 raise LoadFailed(f"the engine did not answer within {plan.seconds:g} s: {engine.tail()}")
@@ -225,15 +226,12 @@ def running(plan: Plan, folder: Path, say: Callable[[str], None], beat: Callable
 
 def _end(process: subprocess.Popen[bytes], held: Tree) -> None:
     """In order if it ends in time, by SIGKILL else; signals do not interrupt this."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-    if process.poll() is None or not held.wait(END_SECONDS):
+    if ending.status(process.pid) is None:
+        os.kill(process.pid, signal.SIGTERM)  # nobody has waited for it, so that the number is still its own
+    if ending.status(process.pid, END_SECONDS) is None or not held.wait(END_SECONDS):
         held.kill(END_SECONDS)
     held.close()
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # whoever left the tree is still in its session
+    ending.kill_group(process.pid)  # whoever left the tree is still in its session
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
 
@@ -245,7 +243,10 @@ def _error(status: int, engine: Engine) -> WeightcacheError:
 
 
 def _with_key(arguments: Sequence[str], key: str, file: Path) -> list[str]:
-    """``arguments`` with a --config file that holds the keys, besides what the operator's own holds."""
+    """``arguments`` with a --config file that holds the keys, besides what the operator's own holds.
+
+    Raises UsageError.
+    """
     own, rest = "", list(arguments)
     for i, token in enumerate(rest):
         name, equals, value = token.partition("=")
@@ -257,6 +258,11 @@ def _with_key(arguments: Sequence[str], key: str, file: Path) -> list[str]:
                     own = opened.read(_MOST_YAML)
             except (OSError, ValueError):
                 raise UsageError(f"--config {path} cannot be read") from None
+            if given(arguments).opaque:
+                raise UsageError(
+                    f"--config {path} holds more than lines of key: value, and a rehearsal adds its own key as one: "
+                    "give what it says as arguments"
+                )
             break
     own = "\n".join(line for line in own.splitlines() if not re.match(r"(admin[-_])?api[-_]key\s*:", line))
     fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

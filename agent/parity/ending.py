@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
+import time
 from collections.abc import Iterator
 from types import FrameType
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.02
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _asked = 0
@@ -65,6 +68,26 @@ def wait() -> Iterator[None]:
 def with_parent(number: int) -> None:
     """Have this process get a signal when its parent ends."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def status(child: int, seconds: float = 0.0) -> int | None:
+    """How a child ended, as subprocess says it; None if it does not within ``seconds``.
+
+    Unlike ``Popen.poll`` and ``wait``, this leaves its number to it: nobody else gets it before those.
+    """
+    deadline = time.monotonic() + seconds
+    while (found := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_POLL_SECONDS)
+    return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+
+
+def kill_group(child: int) -> None:
+    """SIGKILL whoever is in a child's process group; nobody once it was waited for: the number may be another's."""
+    with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+        status(child)
+        os.killpg(child, signal.SIGKILL)
 
 
 def _take(number: int, _frame: FrameType | None) -> None:

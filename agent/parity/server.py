@@ -6,7 +6,6 @@ import contextlib
 import functools
 import http.client
 import json
-import os
 import secrets
 import signal
 import socket
@@ -85,8 +84,7 @@ def serving(arguments: Sequence[str], environment: Mapping[str, str], log: Path,
         tree.update()
         tree.kill(STOP_SECONDS)
         tree.close()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # whoever left the tree is still in its session
+        ending.kill_group(process.pid)  # whoever left the tree is still in its session
         process.wait(STOP_SECONDS)
 
 
@@ -94,7 +92,7 @@ def _await(process: subprocess.Popen[bytes], tree: Tree, server: Server, seconds
     deadline = time.monotonic() + seconds
     while not server.answers():
         tree.update()
-        if (status := process.poll()) is not None:
+        if (status := ending.status(process.pid)) is not None:
             raise LoadFailed(f"SGLang ended with {status}: {server.tail()}")
         if time.monotonic() > deadline:
             raise LoadFailed(f"SGLang did not answer within {seconds:g} s: {server.tail()}")

@@ -319,3 +319,74 @@ def test_an_operators_config_file_is_taken_along_with_another_key(tmp_path):
     assert rehearse_engine._with_key([f"--config={own}"], "k", tmp_path / "again.yaml")[0] == "--config"
     with pytest.raises(UsageError, match="cannot be read"):
         rehearse_engine._with_key(["--config", str(tmp_path / "none")], "k", tmp_path / "third.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ["{dtype: float16}", "dtype: float16\n...", "---\ndtype: float16", "cuda-graph-bs:\n- 1"]
+)
+def test_a_config_file_that_no_line_can_be_added_to_is_refused(tmp_path, text):
+    (tmp_path / "own.yaml").write_text(f"{text}\n")
+    for given in (["--config", str(tmp_path / "own.yaml")], [f"--config={tmp_path}/own.yaml"]):
+        with pytest.raises(UsageError, match=r"own\.yaml holds more than lines of key: value"):
+            rehearse_engine._with_key(given, "k", tmp_path / "made.yaml")
+    assert not (tmp_path / "made.yaml").exists()
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
+@pytest.fixture
+def killed(monkeypatch) -> list[str]:
+    """In which state the leader was when its group was killed."""
+    states: list[str] = []
+    kill = os.killpg
+
+    def note(group: int, number: int) -> None:
+        states.append(state(group))
+        kill(group, number)
+
+    monkeypatch.setattr(os, "killpg", note)
+    return states
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ends"),
+    [("", "exit 3", 3), ("", "exec sleep 600", -signal.SIGTERM), ("trap '' TERM;", "sleep 600", -signal.SIGKILL)],
+)
+def test_a_group_is_killed_while_its_number_is_its_own(monkeypatch, killed, before, after, ends):
+    monkeypatch.setattr(rehearse_engine, "END_SECONDS", 0.5)
+    process = subprocess.Popen(
+        ["sh", "-c", f"{before} sleep 600 & echo $!; {after}"],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        helper = int(process.stdout.readline())
+        held = rehearse_engine.Tree(process.pid)
+        if ends == 3:
+            assert rehearse_engine.ending.status(process.pid, 10) == 3
+        rehearse_engine._end(process, held)
+    assert killed == ["Z"]
+    assert process.returncode == ends
+    deadline = time.monotonic() + 5
+    while state(helper) not in ("Z", "X", "gone"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_launcher_that_ends_at_once_is_not_waited_for_before_its_group_is_killed(tmp_path, killed):
+    plan = rehearse_engine.Plan(("--model-path", "m"), ("--wcache-no-such-option",), 1, 60.0)
+    with pytest.raises(UsageError), rehearse_engine.running(plan, tmp_path, print, str):
+        pytest.fail("it cannot answer")
+    assert killed == ["Z"]
+
+
+def test_nobody_is_killed_for_a_child_that_was_waited_for(killed):
+    process = subprocess.Popen(["true"], start_new_session=True)
+    process.wait(10)
+    rehearse_engine.ending.kill_group(process.pid)
+    assert killed == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import secrets
 import time
@@ -107,3 +108,18 @@ def test_no_key_is_an_option(tmp_path: Path, environment: dict[str, str], monkey
         arguments = json.loads(server._ask("GET", "/model_info"))["arguments"]
     for option in ("--api-key", "--admin-api-key"):
         assert re.fullmatch("[0-9a-f]{64}", arguments[arguments.index(option) + 1])
+
+
+def test_the_group_of_a_server_that_ended_is_killed_before_its_number_is_free(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill, states = os.killpg, []
+
+    def note(group: int, number: int) -> None:
+        states.append(Path(f"/proc/{group}/stat").read_text().rpartition(")")[2].split()[0])
+        kill(group, number)
+
+    monkeypatch.setattr(os, "killpg", note)
+    with pytest.raises(LoadFailed), serving([], {**environment, "FAKE": "ends"}, tmp_path / "log", 20.0):
+        pytest.fail("it never answered")
+    assert states == ["Z"]
