@@ -101,14 +101,15 @@ class Killed:
     def run(self, kills: int, expected: list[list[int]] | None, load: bool, settle: float) -> list[list[int]]:
         """First start, kills, answers, load. The answers, once all graphs are there."""
         self.note("first start to first token, s", round(self._first_token(), 2))
+        rig.wait_for(lambda: self._count(SERVES), self.notes.left(60), "the end of the warm-up")
         for number in range(1, kills + 1):
-            rig.wait_for(lambda: self._count(SERVES) >= number, self.notes.left(60), "the end of the warm-up")  # noqa: B023
             if "workers" in self.way.levers:
                 self._parked(number)
             self._kill()
             seconds = self._first_token()
             self.seconds.append(round(seconds, 2))
             self.note(f"killed {number}: SIGKILL to first token, s", round(seconds, 2))
+            rig.wait_for(lambda: self._count(SERVES) > number, self.notes.left(60), "the end of the warm-up")  # noqa: B023
             self.note(f"killed {number}: phases, s", self._phases())
         early = rig.answers(self.engine)
         if "graphs" in self.way.levers and rig.profile().backend == "cuda":
