@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from weightcache.compiled import store
+from weightcache.compiled import places, store
 from weightcache.compiled.stamp import Stamp
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> store.Store:
     monkeypatch.setenv("WEIGHTCACHE_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("SGLANG_CACHE_DIR", "TRITON_CACHE_DIR"):
+    for name in (places.SGLANG_CACHE_DIR, *(place.variable for place in places.PLACES)):
         monkeypatch.delenv(name, raising=False)
     return store.open_store(tmp_path / "cache")
 

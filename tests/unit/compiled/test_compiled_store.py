@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from weightcache.compiled import entry as entries, store
+from weightcache.compiled import entry as entries, places, store
 from weightcache.compiled.entry import Entry
 from weightcache.compiled.stamp import Stamp
 from weightcache.compiled.store import Store
@@ -261,7 +261,9 @@ def test_a_first_stamp_leaves_full_caches_where_they_are(tmp_path: Path, cache: 
         assert held.entry.stay == ()
 
 
-def test_only_what_compilers_wrote_is_counted(cache: Store) -> None:
+def test_only_what_compilers_wrote_is_counted(cache: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (places.SGLANG_CACHE_DIR, *(place.variable for place in places.PLACES)):
+        monkeypatch.delenv(variable, raising=False)
     entry = made(cache, "2", size=5000)
     (entry.directory / "triton" / "link").symlink_to("kernel")
     entries.remember(entry, "x")
