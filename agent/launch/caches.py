@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache.compiled import places, stamp, store
+from weightcache.compiled.entry import WARMED
 from weightcache.errors import WeightcacheError
 from weightcache.launch import server_only, sglang_options
 from weightcache.launch.console import say
@@ -45,7 +46,7 @@ class Kept:
             return ""
         start = [server_only.without(arguments), _checkpoint(arguments), _variables(), os.environ.get("PWD", "")]
         digest = hashlib.sha256(json.dumps(start).encode()).hexdigest()
-        return str(self.directory / "warmed" / digest[:32])
+        return str(self.directory / WARMED / digest[:32])
 
 
 def _lasting(stay: Sequence[str]) -> bool:
