@@ -104,6 +104,8 @@ class Server:
             readiness.fail(error)
             agent.give_in(error)
             await _until(lambda: doors.quiet, ANSWER_SECONDS)
+            # In the same step: who comes from now on waits for the next agent instead of being hung up on by this one.
+            doors.stop()
             raise
         finally:
             for task in either:

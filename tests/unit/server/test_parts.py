@@ -9,17 +9,20 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.server.harness import eventually
 from weightcache.config import Config
+from weightcache.errors import LoadFailed, WeightcacheError
 from weightcache.loader import vitals
 from weightcache.paths import RankPaths
 from weightcache.protocol import DrainInfo
 from weightcache.server import listen, markers, peers
 from weightcache.server.__main__ import parse
 from weightcache.server.peers import Peer
+from weightcache.server.server import Server
 from weightcache.server.settings import Options, Settings, model_in, resolve, uid_of
 from weightcache.server.states import Backoff, Facts, State, state_of
 from weightcache.server.waiting import Changes, first
@@ -205,3 +208,48 @@ def test_waiting_for_the_first_event_and_for_changes() -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
+
+
+class _Ending:
+    """Doors and readiness of an agent whose first load failed, as far as its end looks at them."""
+
+    quiet = True
+
+    def __init__(self) -> None:
+        self.accepting = True
+        self.accepted_late = False
+
+    def stop(self) -> None:
+        self.accepting = False
+
+    async def rise(self, prepared: Any, load: bool, activated: bool) -> None:
+        prepared.close()
+        raise LoadFailed("no weights")
+
+    def fail(self, error: WeightcacheError) -> None:
+        """Nobody hears it."""
+
+    async def close(self) -> None:
+        self.accepted_late = self.accepting
+
+    def give_in(self, error: WeightcacheError) -> None:
+        """There is no agent."""
+
+    activated = False
+
+
+async def _nothing() -> None:
+    pass
+
+
+def test_an_agent_that_gives_up_accepts_nobody_whom_it_would_hang_up_on() -> None:
+    """Between its last look at who waits and its end."""
+    ending: Any = _Ending()
+
+    async def give_up() -> None:
+        server = Server(settings())
+        with pytest.raises(LoadFailed):
+            await server._report(ending, ending, ending, _nothing(), load=True)
+
+    asyncio.run(give_up())
+    assert not ending.accepted_late
