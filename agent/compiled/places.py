@@ -119,12 +119,12 @@ def operators(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def in_use_before(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables whose compilers have files of this user at their usual place."""
+    """The variables whose compilers have files of this user at their usual place, if that outlives a reboot."""
     own = {name for name, _ in operators(environment)}
     return tuple(
         place.variable
         for place in PLACES
-        if place.variable not in own and any(_used(path) for path in _usual(place, environment))
+        if place.variable not in own and any(_used(path) for path in _usual(place, environment, temporary=False))
     )
 
 
@@ -146,10 +146,11 @@ def _place(variable: str) -> Place:
     return next(place for place in PLACES if place.variable == variable)
 
 
-def _usual(place: Place, environment: Mapping[str, str]) -> list[Path]:
+def _usual(place: Place, environment: Mapping[str, str], temporary: bool = True) -> list[Path]:
     home = environment.get("HOME", "")
     words = {"tmp": environment.get("TMPDIR") or "/tmp", "user": environment.get("USER", "")}  # noqa: S108
-    paths = [Path(home, text.format_map(words)) for text in place.usual]
+    wanted = [text for text in place.usual if temporary or not text.startswith("{tmp}")]
+    paths = [Path(home, text.format_map(words)) for text in wanted]
     return [path for path in paths if path.is_absolute()]
 
 

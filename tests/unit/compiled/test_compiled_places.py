@@ -53,10 +53,13 @@ def test_full_caches_are_seen_where_they_usually_are(tmp_path: Path) -> None:
     assert places.in_use_before(environment) == ()
     (tmp_path / ".triton/cache/kernel").touch()
     (tmp_path / "tmp/torchinductor_ann/x").mkdir(parents=True)
+    assert places.in_use_before(environment) == ("TRITON_CACHE_DIR",)  # what is temporary is not worth staying for
+    (tmp_path / ".cache/sglang/inductor/x").mkdir(parents=True)
     stay = places.in_use_before(environment)
     assert stay == ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     assert not set(stay) & set(places.variables(tmp_path, environment, stay))
-    assert places.elsewhere(environment, stay) == (tmp_path / ".triton/cache", tmp_path / "tmp/torchinductor_ann")
+    elsewhere = (".triton/cache", ".cache/sglang/inductor", "tmp/torchinductor_ann")
+    assert places.elsewhere(environment, stay) == tuple(tmp_path / path for path in elsewhere)
     # What the operator decided about is not looked for.
     assert places.in_use_before({**environment, "TRITON_CACHE_DIR": "/mine"}) == ("TORCHINDUCTOR_CACHE_DIR",)
 
