@@ -2,18 +2,16 @@
 
 SGLang's HookRegistry looks through all modules for copies of every function that it replaces, which takes 40 ms a
 function. A method has no copies, and some functions none that matter: those are replaced where they are. The others,
-and those that another plugin hooks as well, go through the registry.
+and those that another plugin has hooked by then, go through the registry. A replacement that another plugin registers
+later takes ours away, which ``missing`` tells.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
-
-logger = logging.getLogger(__name__)
 
 Hook = Callable[..., Any]
 

@@ -98,7 +98,6 @@ class Late:
 
     def _mark(self, capturing: bool) -> None:
         """Leave word for the next engine while a capture may be what ends this one."""
-        state.process.capturing = capturing
         if self.marker is not None:
             with contextlib.suppress(OSError):
                 self.marker.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -127,6 +126,7 @@ class Late:
         if not sglang.all_ranks(self._quiet(scheduler)):
             return
         started = time.monotonic()
+        state.process.capturing = True  # until it is over, and for good where it fails
         try:
             if self.prefill is None:
                 self._prepare()
@@ -136,6 +136,7 @@ class Late:
             if not (sglang.is_out_of_memory(error) and sglang.is_alone()):
                 raise
             self._give_up("the device has no memory left")
+        state.process.capturing = False
         self.seconds += time.monotonic() - started
         if self.prefill is not None and not self.left:
             self._finish()

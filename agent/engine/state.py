@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class ProcessState:
     """``keep`` holds mappings for ever: the model's tensors point into them. ``resident_bytes`` by role. ``capturing``:
-    graphs are captured while the engine serves.
+    a graph is captured now, between two requests.
     """
 
     rebuilt: dict[str, Rebuilt] = field(default_factory=dict)
