@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -27,35 +28,42 @@ def ready_files() -> list[Path]:
     return list(Path("/tmp").glob("sglang_weight_cache_*.ready"))
 
 
+@contextlib.contextmanager
+def daemon(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """SGLang's daemon, once it is ready."""
+    argv = [sys.executable, "-m", "sglang.srt.weight_cache.daemon"]
+    argv += ["--model-path", str(rig.profile().model), "--tp-size", "1"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=rig.variables(), start_new_session=True
+        )
+    try:
+        rig.wait_for(lambda: ready_files() or process.poll() is not None, 300, "SGLang's daemon")
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(timeout=20)
+
+
 def measure(figures: Figures, logs: Path) -> None:
     """The daemon, one client, and the daemon's death."""
     if rig.profile().backend != "cuda":
         figures.note("SGLang's cache", "does not run on a CPU (its loader raises NotImplementedError)")
         return
     baseline = rig.device_used()
-    model = rig.profile().model
-    log = (logs / "own-daemon.log").open("wb")
     begin = time.monotonic()
-    daemon = subprocess.Popen(
-        [sys.executable, "-m", "sglang.srt.weight_cache.daemon", "--model-path", str(model), "--tp-size", "1"],
-        stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=rig.variables(), start_new_session=True,
-    )  # fmt: skip
-    try:
-        rig.wait_for(lambda: ready_files() or daemon.poll() is not None, 300, "SGLang's daemon")
+    with daemon(logs / "own-daemon.log") as process:
         figures.note("SGLang's cache: load to ready, s", round(time.monotonic() - begin, 2))
         time.sleep(1)
-        weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        weights = sum(path.stat().st_size for path in rig.profile().model.glob("*.safetensors"))
         beside = round((rig.device_used() - baseline - weights) / MIB)
         figures.note("SGLang's cache: idle device memory beside the weights, MiB", beside)
-        figures.note("SGLang's cache: resident part, host RSS in MB", round(rig.family_rss(daemon.pid) / 1e6))
-        _client(figures, logs, daemon)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(daemon.pid, signal.SIGKILL)
-        daemon.wait(timeout=20)
+        figures.note("SGLang's cache: resident part, host RSS in MB", round(rig.family_rss(process.pid) / 1e6))
+        _client(figures, logs, process)
 
 
-def _client(figures: Figures, logs: Path, daemon: subprocess.Popen[bytes]) -> None:
+def _client(figures: Figures, logs: Path, process: subprocess.Popen[bytes]) -> None:
     made = Engine(
         rig.profile().model,
         log=logs / "own-client.log",
@@ -69,10 +77,10 @@ def _client(figures: Figures, logs: Path, daemon: subprocess.Popen[bytes]) -> No
         for line in re.findall(r"\[IpcModelLoader\][^\n]*|mapped \d+ tensors[^\n]*", made.text()):
             figures.note(f"SGLang's cache: log line {len(figures.rows)}", line[:200])
         figures.note("SGLang's cache: KV pool, tokens", rig.pool_tokens(made))
-        family = [psutil.Process(daemon.pid), *psutil.Process(daemon.pid).children(recursive=True)]
-        for process in family:
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for member in family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                member.kill()
         begin = time.monotonic()
         while time.monotonic() - begin < 15 and made.process.poll() is None and made.schedulers():
             time.sleep(0.1)

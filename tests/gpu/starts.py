@@ -8,6 +8,7 @@ and logs to --out. WEIGHTCACHE_RIG=host is a dry run on the CPU.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -25,18 +26,29 @@ from typing import Any
 
 import psutil
 
+from tests.bench import own_cache
 from tests.gpu import rig
 from tests.gpu.notes import Notes
-from tests.support.engine import Engine
+from tests.support.engine import Engine, EngineFailed
 from weightcache.launch.arguments import LEVERS
 
 FROM_DISK = "disk"
 ALL = "all"
 NONE = "none"
+OWN = "own"
+"""SGLang's own weight cache, restarted by this script: no launcher of ours."""
 PARKED = re.compile(r"weightcache: .*parked")
 SERVES = re.compile(r"weightcache: serving after")
 GRAPHS = re.compile(r"weightcache: captured \d+ prefill graphs in [^\n]*")
 FIRST = [5, 17, 99]
+BENCHMARK = """
+import importlib.machinery, sys, types
+absent = types.ModuleType("datasets")  # SGLang imports it for data that are not used here
+absent.__spec__, absent.load_dataset = importlib.machinery.ModuleSpec("datasets", None), None
+sys.modules["datasets"] = absent
+from sglang.bench_serving import cli_main
+cli_main()
+"""
 GPU_BASE = (
     *("--attention-backend", "triton"),
     *("--sampling-backend", "pytorch"),
@@ -57,7 +69,7 @@ class Way:
         """What is used."""
         if self.name == ALL:
             return LEVERS
-        return () if self.name in (FROM_DISK, NONE) else tuple(self.name.split("+"))
+        return () if self.name in (FROM_DISK, NONE, OWN) else tuple(self.name.split("+"))
 
     def options(self, agents: Path, nobody: Path) -> list[str]:
         """The launcher's options."""
@@ -69,16 +81,19 @@ class Way:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    help_ = f"{FROM_DISK}, {NONE}, {ALL}, or some of {', '.join(LEVERS)} joined by +"
+    help_ = f"{FROM_DISK}, {NONE}, {ALL}, {OWN}, or some of {', '.join(LEVERS)} joined by +"
     parser.add_argument("ways", nargs="*", default=[ALL, NONE], metavar="WAY", help=help_)
     parser.add_argument("--kills", type=int, default=3, help="of the engine, for each way (default: 3)")
     parser.add_argument("--total", type=float, default=560.0, help="seconds for everything")
+    parser.add_argument("--together", action="store_true", help="all ways beside each other, each with its own engine")
+    parser.add_argument("--tokens", type=int, help="limit the KV pool, so that several engines fit on the GPU")
+    parser.add_argument("--cache", type=Path, help="where compiled kernels are kept by all ways that keep them")
     parser.add_argument("--load", action="store_true", help="measure the throughput of a fixed load of each way")
     parser.add_argument("--settle", type=float, default=60.0, help="seconds between a start and the load")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("LOGS", ".")))
     parsed = parser.parse_args()
     for way in parsed.ways:
-        if way not in (FROM_DISK, NONE, ALL) and not set(way.split("+")) <= set(LEVERS):
+        if way not in (FROM_DISK, NONE, ALL, OWN) and not set(way.split("+")) <= set(LEVERS):
             parser.error(f"no such way: {way}")
     return parsed
 
@@ -98,41 +113,46 @@ class Killed:
         self.notes.note(f"{self.way.name}: {name}", value)
         print(f"FIGURE {self.way.name}: {name}: {value}", flush=True)
 
-    def run(self, kills: int, expected: list[list[int]] | None, load: bool, settle: float) -> list[list[int]]:
-        """First start, kills, answers, load. The answers, once all graphs are there."""
+    def run(self, kills: int, load: bool, settle: float) -> tuple[list[list[int]], list[list[int]]]:
+        """First start, kills, answers, load. The answers at once, and once all graphs are there."""
         self.note("first start to first token, s", round(self._first_token(), 2))
-        rig.wait_for(lambda: self._count(SERVES), self.notes.left(60), "the end of the warm-up")
+        self._served(0)
         for number in range(1, kills + 1):
+            self._all_graphs(number)
             if "workers" in self.way.levers:
                 self._parked(number)
             self._kill()
             seconds = self._first_token()
             self.seconds.append(round(seconds, 2))
             self.note(f"killed {number}: SIGKILL to first token, s", round(seconds, 2))
-            rig.wait_for(lambda: self._count(SERVES) > number, self.notes.left(60), "the end of the warm-up")  # noqa: B023
-            self.note(f"killed {number}: phases, s", self._phases())
+            self._served(number)
         early = rig.answers(self.engine)
-        if "graphs" in self.way.levers and rig.profile().backend == "cuda":
-            rig.wait_for(lambda: self._count(GRAPHS) > kills, self.notes.left(120), "the prefill graphs")
-            self.note("prefill graphs", GRAPHS.findall(self.engine.text())[-1])
+        self._all_graphs(kills + 1)
         late = rig.answers(self.engine)
-        if expected is not None:
-            self.notes.check(late == expected, f"{self.way.name}: other tokens than from disk")
-            self.note("equal to the disk's tokens before all graphs were there", early == expected)
         if load:
             time.sleep(self.notes.left(settle))
             self._load()
-        return late
+        return early, late
+
+    def _served(self, number: int) -> None:
+        """Wait for the end of the warm-up of this start, and note its phases."""
+        rig.wait_for(lambda: self._count(SERVES) > number, self.notes.left(60), "the end of the warm-up")
+        self.note(f"start {number}: phases, s", self._phases())
+
+    def _all_graphs(self, number: int) -> None:
+        """Wait until so many engines captured what was put off: killed before, it makes the next one capture first."""
+        if "graphs" in self.way.levers and rig.profile().backend == "cuda":
+            rig.wait_for(lambda: self._count(GRAPHS) >= number, self.notes.left(120), "the prefill graphs")
+            self.note(f"start {number - 1}: prefill graphs", GRAPHS.findall(self.engine.text())[-1])
 
     def _first_token(self) -> float:
         """Seconds from now to an answer of one token."""
-        begin, refused = time.monotonic(), 0
+        begin = time.monotonic()
         deadline = begin + self.notes.left(400)
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError, AssertionError, ValueError):
+            with contextlib.suppress(OSError, ValueError, EngineFailed):
                 self.engine.tokens(FIRST, 1, timeout=60)
                 return time.monotonic() - begin
-            refused += 1
             if self.engine.process.poll() is not None:
                 raise AssertionError(f"the launcher ended\n{self.engine.tail(40)}")
             time.sleep(0.02)
@@ -179,7 +199,7 @@ class Killed:
 
     def _load(self) -> None:
         """SGLang's own benchmark, always the same requests."""
-        argv = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--host", "127.0.0.1"]
+        argv = [sys.executable, "-c", BENCHMARK, "--backend", "sglang", "--host", "127.0.0.1"]
         argv += ["--port", str(self.engine.port), "--dataset-name", "random-ids", "--random-range-ratio", "1"]
         argv += ["--random-input-len", "512", "--random-output-len", "64", "--num-prompts", "160", "--seed", "1"]
         argv += ["--max-concurrency", "16", "--model", str(rig.profile().model), "--disable-tqdm"]
@@ -193,21 +213,16 @@ class Killed:
 
 
 @contextlib.contextmanager
-def launched(way: Way, agents: Path, folder: Path, notes: Notes) -> Iterator[Killed]:
+def launched(way: Way, agents: Path, folder: Path, notes: Notes, options: argparse.Namespace) -> Iterator[Killed]:
     """A launcher in restart mode, with folders of its own for state and compiled kernels."""
     folder.mkdir(parents=True)
     (nobody := folder / "nobody").mkdir()
     (folder / "tmp").mkdir()
     command = [sys.executable, "-m", "weightcache.launch", *way.options(agents, nobody)]
-    made = Engine(
-        rig.profile().model,
-        log=folder / "log",
-        command=command,
-        base=GPU_BASE if rig.profile().backend == "cuda" else rig.profile().base,
-    )
+    made = engine(folder / "log", command, options)
     made.environment = rig.variables() | {
         "WEIGHTCACHE_STATE_DIR": str(folder / "state"),
-        "WEIGHTCACHE_CACHE_DIR": str(folder / "cache"),
+        "WEIGHTCACHE_CACHE_DIR": str(options.cache or folder / "cache"),
         # What earlier runs compiled in the usual temporary directory is not found: this engine's kernels are its own.
         "TMPDIR": str(folder / "tmp"),
     }
@@ -217,37 +232,102 @@ def launched(way: Way, agents: Path, folder: Path, notes: Notes) -> Iterator[Kil
         made.stop()
 
 
+def engine(log: Path, command: list[str], options: argparse.Namespace, *more: str) -> Engine:
+    """An engine with the same arguments for all ways."""
+    profile = rig.profile()
+    base = GPU_BASE if profile.backend == "cuda" else profile.base
+    limit = ("--max-total-tokens", str(options.tokens)) if options.tokens else ()
+    return Engine(profile.model, log=log, command=command, base=base, arguments=(*limit, *more))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one way: seconds from each SIGKILL to the next first token, and answers, where it got that far."""
+
+    seconds: list[float]
+    early: list[list[int]] | None = None
+    late: list[list[int]] | None = None
+    failed: str = ""
+
+
+def run_way(word: str, agents: Path, folder: Path, notes: Notes, options: argparse.Namespace) -> Outcome:
+    """All of one way; never raises."""
+    log = folder / word / "log"
+    killed: Killed | None = None
+    try:
+        if word == OWN:
+            return own(folder / word, notes, options)
+        with launched(Way(word), agents, folder / word, notes, options) as killed:
+            early, late = killed.run(options.kills, options.load, options.settle)
+        return Outcome(killed.seconds, early, late)
+    except Exception as error:
+        return Outcome(killed.seconds if killed else [], failed=f"{word}: {type(error).__name__}: {error}")
+    finally:
+        with contextlib.suppress(OSError):
+            (options.out / f"starts-{word}.log").write_bytes(log.read_bytes())
+        notes.finish(word)
+
+
+def own(folder: Path, notes: Notes, options: argparse.Namespace) -> Outcome:
+    """SGLang's daemon holds the weights; each start follows a SIGKILL of the one before at once."""
+    folder.mkdir()
+    seconds: list[float] = []
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    with own_cache.daemon(options.out / "starts-own-daemon.log"):
+        for number in range(options.kills + 1):
+            made = engine(folder / "log", command, options, "--weight-cache-mode", "client")
+            made.environment = rig.variables()
+            begin = time.monotonic()
+            try:
+                made.start().wait_ready(notes.left(300))
+                made.tokens(FIRST, 1)
+                took = round(time.monotonic() - begin, 2)
+                notes.note(f"{OWN}: start {number} to first token, s", took)
+                seconds += [took] if number else []
+                made.process.kill()
+            finally:
+                made.stop()
+    return Outcome(seconds)
+
+
+def compare(outcomes: dict[str, Outcome], notes: Notes) -> None:
+    """All answers are those of the engine from disk, or else of the first one."""
+    answered = {word: outcome for word, outcome in outcomes.items() if outcome.late is not None}
+    if not answered:
+        return
+    first = FROM_DISK if FROM_DISK in answered else next(iter(answered))
+    expected = answered[first].late
+    for word, outcome in answered.items():
+        notes.check(outcome.late == expected, f"{word}: other tokens than {first}")
+        notes.note(f"{word}: equal to the tokens of {first} before all graphs were there", outcome.early == expected)
+
+
 def main() -> int:
     """Run all ways that were asked for."""
     options = arguments()
     notes = Notes(options.out / "starts.json", options.total)
-    expected: list[list[int]] | None = None
-    table: dict[str, list[float]] = {}
+    outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="wc-starts-", dir="/tmp") as name:
         folder = Path(name)
         (home := folder / "agent").mkdir()
         agent = rig.Agent(home, model=True).start()
         try:
             rig.wcache(agent, "load", "--wait", "400")
-            for word in options.ways:
-                with launched(Way(word), home, folder / word, notes) as killed:
-                    try:
-                        answers = killed.run(options.kills, expected, options.load, options.settle)
-                    finally:
-                        (options.out / f"starts-{word}.log").write_bytes((folder / word / "log").read_bytes())
-                expected = answers if word == FROM_DISK or expected is None else expected
-                table[word] = killed.seconds
-                notes.finish(word)
+            with concurrent.futures.ThreadPoolExecutor(len(options.ways) if options.together else 1) as pool:
+                tasks = {word: pool.submit(run_way, word, home, folder, notes, options) for word in options.ways}
+                outcomes = {word: task.result() for word, task in tasks.items()}
         except (AssertionError, TimeoutError, subprocess.SubprocessError) as error:
             notes.failed = f"{type(error).__name__}: {error}"
         finally:
             agent.stop()
-            notes.write()
+    compare(outcomes, notes)
+    notes.broken += [outcome.failed for outcome in outcomes.values() if outcome.failed]
+    notes.write()
     print("\nSIGKILL to first token, s (median of each way)")
-    for word, seconds in table.items():
+    for word, seconds in ((word, outcome.seconds) for word, outcome in outcomes.items()):
         print(f"  {word:32} {statistics.median(seconds):6.2f}  {seconds}" if seconds else f"  {word:32} -")
     for sentence in [*notes.broken, *([notes.failed] if notes.failed else [])]:
-        print(f"WRONG {sentence}")
+        print(f"WRONG {sentence[:3000]}")
     return 1 if notes.broken or notes.failed else 0
 
 
