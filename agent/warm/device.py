@@ -123,6 +123,26 @@ def _ask(cuda: Any, index: int) -> Device:
     return Device(name.value.decode(errors="replace"), size.value, attributes)
 
 
+def has_context() -> bool:
+    """Whether this process has a context of CUDA's runtime on any GPU; asking makes none.
+
+    True also where that cannot be found out. cuInit and questions about devices make no context and take no GPU memory.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    count, handle, flags, active = ctypes.c_int(), ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return True
+    for index in range(count.value):
+        failed = cuda.cuDeviceGet(ctypes.byref(handle), index)
+        failed = failed or cuda.cuDevicePrimaryCtxGetState(handle, ctypes.byref(flags), ctypes.byref(active))
+        if failed or active.value:
+            return True
+    return False
+
+
 @contextmanager
 def answering(facts: Facts, cuda: Any, triton_driver: Any = None) -> Iterator[None]:
     """Answer ``cuda``'s (the module torch.cuda) questions about devices inside the block.

@@ -55,8 +55,8 @@ def bring_in(modules: Sequence[str], facts: str) -> None:
     except Exception as error:  # noqa: BLE001  anything may come out of other people's modules
         raise AgentUnavailable(f"importing SGLang failed ({type(error).__name__}: {error})") from None
     importlib.import_module(TRACING)
-    if cuda and cuda.is_initialized():
-        raise AgentUnavailable("importing SGLang initialised CUDA, and a parked process must hold no GPU memory")
+    if cuda and cuda.is_initialized() and device.has_context():
+        raise AgentUnavailable("importing SGLang made a CUDA context, and a parked process must hold no GPU memory")
 
 
 def handed_over() -> None:

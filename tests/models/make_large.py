@@ -79,7 +79,7 @@ def main() -> None:
         total += sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (options.out / "model.safetensors.index.json").write_text(json.dumps(index))
-    write_config(options.out, "qwen3", shape)
+    write_config(options.out, "qwen3", shape, max_position_embeddings=40960)
     write_tokenizer(options.out)
     print(f"{options.out}: {len(places)} tensors, {total / 1e9:.1f} GB, {time.monotonic() - start:.1f} s")
 
