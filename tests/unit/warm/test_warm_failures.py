@@ -76,7 +76,7 @@ def test_imports_that_initialise_cuda_park_nothing(tmp_path: Path) -> None:
         launched.wait_for("must hold no GPU memory")
         assert len(launched.states()) == 3
         line = next(line for line in launched.said() if "GPU memory" in line)
-        assert line.startswith("no warm worker: importing SGLang initialised CUDA")
+        assert line.startswith("no warm worker: importing SGLang made a CUDA context")
 
 
 def test_a_variable_that_children_would_miss_costs_the_child_only(tmp_path: Path) -> None:
