@@ -18,6 +18,7 @@ from typing import Literal
 from weightcache import records, transport
 from weightcache.errors import UsageError, WeightcacheError
 from weightcache.fingerprint import Difference
+from weightcache.standby.messages import Slot
 
 VARIABLE = "WEIGHTCACHE_DIRECTIVE"
 TOKEN_VARIABLE = "WEIGHTCACHE_TOKEN"  # noqa: S105
@@ -40,7 +41,8 @@ class Directive:
     ``levers`` are what may shorten an engine's start (weightcache.launch.arguments.LEVERS); ``warmed`` is a file that
     exists when the same start succeeded before (weightcache.engine.warmup). ``trace`` is the file that the engine's
     processes append the phases of this start to (weightcache.starts.record). ``listener``: the launcher holds the HTTP
-    port, and gives its socket to whoever asks with ListenerWanted (weightcache.engine.listener).
+    port, and gives its socket to whoever asks with ListenerWanted (weightcache.engine.listener). ``slot``: the engine
+    is one of two (weightcache.standby), and takes orders.
     """
 
     purpose: Literal["engine", "loader"]
@@ -60,6 +62,7 @@ class Directive:
     warmed: str = ""
     trace: str = ""
     listener: bool = False
+    slot: Slot | None = None
 
     def environment(self) -> dict[str, str]:
         """The variables that carry this directive."""
