@@ -85,7 +85,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("ways", nargs="*", default=[ALL, NONE], metavar="WAY", help=help_)
     parser.add_argument("--kills", type=int, default=3, help="of the engine, for each way (default: 3)")
     parser.add_argument("--total", type=float, default=560.0, help="seconds for everything")
-    parser.add_argument("--together", action="store_true", help="all ways beside each other, each with its own engine")
+    help_ = "ways beside each other, each with its own engine (default: 1; captures of more than two slow each other down)"
+    parser.add_argument("--jobs", type=int, default=1, help=help_)
     parser.add_argument("--tokens", type=int, help="limit the KV pool, so that several engines fit on the GPU")
     parser.add_argument("--cache", type=Path, help="where compiled kernels are kept by all ways that keep them")
     parser.add_argument("--load", action="store_true", help="measure the throughput of a fixed load of each way")
@@ -264,7 +265,7 @@ def run_way(word: str, agents: Path, folder: Path, notes: Notes, options: argpar
         return Outcome(killed.seconds if killed else [], failed=f"{word}: {type(error).__name__}: {error}")
     finally:
         with contextlib.suppress(OSError):
-            (options.out / f"starts-{word}.log").write_bytes(log.read_bytes())
+            (options.out / f"starts-{word.replace('+', '-')}.log").write_bytes(log.read_bytes())
         notes.finish(word)
 
 
@@ -313,7 +314,7 @@ def main() -> int:
         agent = rig.Agent(home, model=True).start()
         try:
             rig.wcache(agent, "load", "--wait", "400")
-            with concurrent.futures.ThreadPoolExecutor(len(options.ways) if options.together else 1) as pool:
+            with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
                 tasks = {word: pool.submit(run_way, word, home, folder, notes, options) for word in options.ways}
                 outcomes = {word: task.result() for word, task in tasks.items()}
         except (AssertionError, TimeoutError, subprocess.SubprocessError) as error:
