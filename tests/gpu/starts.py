@@ -85,7 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("ways", nargs="*", default=[ALL, NONE], metavar="WAY", help=help_)
     parser.add_argument("--kills", type=int, default=3, help="of the engine, for each way (default: 3)")
     parser.add_argument("--total", type=float, default=560.0, help="seconds for everything")
-    help_ = "ways beside each other, each with its own engine (default: 1; captures of more than two slow each other down)"
+    help_ = "ways beside each other (default: 1); captures of more than two slow each other down"
     parser.add_argument("--jobs", type=int, default=1, help=help_)
     parser.add_argument("--tokens", type=int, help="limit the KV pool, so that several engines fit on the GPU")
     parser.add_argument("--cache", type=Path, help="where compiled kernels are kept by all ways that keep them")
