@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcache.errors import UsageError
+from weightcache.errors import UsageError, WeightcacheError
 from weightcache.paths import runtime_dir
 
 CONFIG_DIR = Path("/etc/weightcache/engines")
@@ -65,6 +65,13 @@ class EnginePaths:
     def of(cls, engine: str) -> EnginePaths:
         """Below this user's, or the host's, runtime directory."""
         return cls(runtime_dir() / "engines", engine)
+
+    def prepare(self) -> None:
+        """Have the directory, which tmpfiles.d makes on a host, and this a user. Raises WeightcacheError."""
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise WeightcacheError(f"{self.directory} cannot be made ({error.strerror})") from None
 
     @property
     def lock(self) -> Path:

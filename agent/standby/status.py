@@ -1,0 +1,74 @@
+"""NAME-a.json and NAME-b.json: what the launcher of a slot last said, for everybody who reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from weightcache import records
+from weightcache.errors import WeightcacheError
+from weightcache.standby import fence, files
+from weightcache.standby.messages import Process, Role
+
+MOST_PROMOTIONS = 20
+Cause = Literal["start", "death", "promote", "wake"]
+"""Why an engine was promoted: none was active since the slots started, the active one died, or somebody asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """One that ended well. ``at`` is when (seconds since 1970), ``seconds`` how long it took, ``phases`` by step."""
+
+    at: float
+    seconds: float
+    cause: Cause
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatus:
+    """A slot and its engine. ``since``: seconds since 1970, when it took its role. ``listen``: HOST:PORT.
+
+    ``restarts`` counts the engines that this launcher has started again. ``problem`` is one sentence, or empty.
+    ``memory``: bytes on all its GPUs together, None where nobody has measured. ``promotions``: the newest last.
+    """
+
+    engine: str
+    slot: str
+    role: Role
+    since: float
+    launcher: Process
+    main: Process | None = None
+    ranks: tuple[Process, ...] = ()
+    priority: int = 0
+    model: str = ""
+    listen: str = ""
+    restarts: int = 0
+    problem: str = ""
+    memory: int | None = None
+    promotions: tuple[Promotion, ...] = ()
+    schema: Literal[1] = 1
+
+
+def write(path: Path, status: SlotStatus) -> None:
+    """Replace the file. Raises WeightcacheError."""
+    status = dataclasses.replace(status, promotions=status.promotions[-MOST_PROMOTIONS:])
+    files.replace(path, json.dumps(records.to_plain(status), indent=1) + "\n")
+
+
+def read(path: Path) -> tuple[SlotStatus | None, str]:
+    """The status, or None with the reason in one sentence; no file has none. The role is "down" without a launcher."""
+    try:
+        status = records.from_plain(SlotStatus, json.loads(files.read(path)))
+    except FileNotFoundError:
+        return None, ""
+    except WeightcacheError as error:
+        return None, error.message
+    except (ValueError, RecursionError) as error:
+        return None, f"{path} says nothing that this version understands ({str(error)[:200]})"
+    if status.role != "down" and not fence.lives(status.launcher):
+        status = dataclasses.replace(status, role="down", main=None, ranks=(), memory=None)
+    return status, ""
