@@ -1,0 +1,147 @@
+"""The roster and the status files: what is written is read, and nothing else is believed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from weightcache.errors import WeightcacheError
+from weightcache.standby import fence, files, roster, status
+from weightcache.standby.messages import Process
+from weightcache.standby.places import EnginePaths
+from weightcache.standby.status import MOST_PROMOTIONS, Promotion, SlotStatus
+
+BAD = ["", "{", "[]", "null", '{"boot": 1}', "[" * 100_000, "NaN", "\xff"]
+
+
+def test_a_roster_holds_each_process_once(tmp_path: Path) -> None:
+    path = tmp_path / "e.roster"
+    assert roster.read(path) == ()
+    first, second = Process(10, 1), Process(10, 2)
+    roster.write(path, [first, second, first])
+    assert roster.read(path) == (first, second)
+    assert path.stat().st_mode & 0o777 == 0o640
+    roster.write(path, ())
+    assert roster.read(path) == ()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["e.roster"]
+
+
+def test_a_roster_of_an_earlier_boot_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, boot = tmp_path / "e.roster", tmp_path / "boot"
+    roster.write(path, [Process(10, 1)])
+    boot.write_text("another\n")
+    monkeypatch.setattr(roster, "_BOOT_ID", boot)
+    assert roster.read(path) == ()
+
+
+def test_a_roster_of_another_pid_namespace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "e.roster", tmp_path / "ns"
+    roster.write(path, [Process(10, 1)])
+    other.symlink_to("pid:[1]")
+    monkeypatch.setattr(roster, "_NAMESPACE", other)
+    with pytest.raises(WeightcacheError, match="another PID namespace"):
+        roster.read(path)
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_damaged_roster_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "e.roster"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(WeightcacheError, match="damaged"):
+        roster.read(path)
+
+
+def test_a_roster_that_is_a_link_or_endless_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "e.roster"
+    roster.write(tmp_path / "real", [Process(10, 1)])
+    path.symlink_to(tmp_path / "real")
+    with pytest.raises(WeightcacheError, match="cannot be opened"):
+        roster.read(path)
+    path.unlink()
+    path.write_bytes(b" " * (files.LONGEST + 1))
+    with pytest.raises(WeightcacheError, match="more than"):
+        roster.read(path)
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "e.roster"
+    path.mkdir()
+    with pytest.raises(WeightcacheError, match=r"e\.roster cannot be written"):
+        roster.write(path, ())
+    assert [entry.name for entry in tmp_path.iterdir()] == ["e.roster"]
+    with pytest.raises(WeightcacheError, match="cannot be written"):
+        roster.write(tmp_path / "none" / "e.roster", ())
+
+
+def _status(**fields: object) -> SlotStatus:
+    promotion = Promotion(12.5, 0.25, "death", {"lock": 0.001})
+    one = SlotStatus("e", "a", "active", 12.0, fence.identify(os.getpid()), promotions=(promotion,))
+    return dataclasses.replace(one, **fields)  # type: ignore[arg-type]
+
+
+def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "e-a.json"
+    assert status.read(path) == (None, "")
+    written = _status(main=Process(10, 1), ranks=(Process(11, 1),), memory=5, model="/m", problem="none")
+    status.write(path, written)
+    assert status.read(path) == (written, "")
+    assert json.loads(path.read_text())["schema"] == 1
+
+
+def test_a_status_keeps_the_newest_promotions(tmp_path: Path) -> None:
+    path = tmp_path / "e-a.json"
+    many = tuple(Promotion(float(i), 0.1, "promote") for i in range(MOST_PROMOTIONS + 5))
+    status.write(path, _status(promotions=many))
+    found, _ = status.read(path)
+    assert found is not None
+    assert found.promotions == many[5:]
+
+
+def test_a_status_without_its_launcher_is_down(tmp_path: Path) -> None:
+    path = tmp_path / "e-a.json"
+    gone = Process(os.getpid(), fence.identify(os.getpid()).started - 1)
+    status.write(path, _status(launcher=gone, main=Process(10, 1), ranks=(Process(11, 1),), memory=5))
+    found, why = status.read(path)
+    assert found == _status(role="down", launcher=gone)
+    assert why == ""
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_damaged_status_says_why(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "e-a.json"
+    path.write_bytes(text.encode("latin-1"))
+    found, why = status.read(path)
+    assert found is None
+    assert str(path) in why
+
+
+def test_a_status_of_a_later_version_or_with_another_role_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "e-a.json"
+    status.write(path, _status())
+    good = json.loads(path.read_text())
+    for change in ({"schema": 2}, {"role": "king"}, {"more": 1}, {"restarts": True}):
+        path.write_text(json.dumps({**good, **change}))
+        found, why = status.read(path)
+        assert found is None
+        assert "nothing that this version understands" in why
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+    assert status.read(path)[0] is None
+
+
+def test_an_engines_directory_is_this_users_own(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        places = EnginePaths(tmp_path / "run" / "engines", "e")
+        places.prepare()
+        places.prepare()
+    finally:
+        os.umask(mask)
+    assert places.directory.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightcacheError, match="cannot be made"):
+        EnginePaths(tmp_path / "file" / "engines", "e").prepare()
