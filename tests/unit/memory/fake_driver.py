@@ -155,8 +155,16 @@ class FakeDriver:
         self.handles[handle] = allocation
         return handle
 
+    def _collect(self, allocation: Allocation) -> None:
+        """Give memory back that nothing refers to any more."""
+        held = [*self.handles.values(), *self.exported.values(), *(mapped for _, mapped in self.mapped.values())]
+        if not any(allocation is other for other in held):
+            self.free += allocation.size
+
     def cuMemRelease(self, handle):  # noqa: N802
         found = self.handles.pop(handle, None)
+        if found:
+            self._collect(found)
         return CUresult.CUDA_SUCCESS if found else CUresult.CUDA_ERROR_INVALID_VALUE
 
     def cuMemMap(self, address, size, offset, handle, flags):  # noqa: N802
@@ -171,8 +179,9 @@ class FakeDriver:
     def cuMemUnmap(self, address, size):  # noqa: N802
         if address not in self.mapped or self.mapped[address][0] != size:
             return CUresult.CUDA_ERROR_INVALID_VALUE
-        del self.mapped[address]
+        _, allocation = self.mapped.pop(address)
         self.access.pop(address, None)
+        self._collect(allocation)
         return CUresult.CUDA_SUCCESS
 
     def cuMemSetAccess(self, address, size, descriptions, count):  # noqa: N802
