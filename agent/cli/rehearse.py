@@ -21,7 +21,7 @@ from weightcache.compiled.written import Written
 from weightcache.config_checks import model_path
 from weightcache.errors import ConfigError, UsageError
 from weightcache.launch import interpreter, layout
-from weightcache.launch.sglang_options import given
+from weightcache.sglang_options import given
 from weightcache.text import count, duration, escape, size
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from weightcache.errors import LoadFailed, UsageError, WeightcacheError, tree
 from weightcache.launch.processes import Tree
 from weightcache.launch.server_only import without
-from weightcache.launch.sglang_options import given
 from weightcache.parity import ending
+from weightcache.sglang_options import given
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,9 +18,9 @@ from weightcache.errors import (
     from_code,
 )
 from weightcache.launch import layout
-from weightcache.launch.sglang_options import given
 from weightcache.monitor.site import choose_ranks
 from weightcache.parity import ending
+from weightcache.sglang_options import given
 
 if TYPE_CHECKING:
     from weightcache.cli.rehearse_room import Room

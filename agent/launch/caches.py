@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightcache import sglang_options
 from weightcache.compiled import places, stamp, store
 from weightcache.compiled.entry import WARMED
 from weightcache.errors import WeightcacheError
-from weightcache.launch import server_only, sglang_options
+from weightcache.launch import server_only
 from weightcache.launch.console import say
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from weightcache.config import Config, RankConfig
     from weightcache.launch.arguments import Options
-    from weightcache.launch.sglang_options import Given
     from weightcache.launch.sockets import Agent, Agents
     from weightcache.protocol import LoadProgress
+    from weightcache.sglang_options import Given
 
 START_TIMEOUT = 30.0
 WAIT_SECONDS = 3600.0

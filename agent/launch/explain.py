@@ -11,9 +11,9 @@ from weightcache.launch.console import clean, table, write
 
 if TYPE_CHECKING:
     from weightcache.fingerprint import Difference
-    from weightcache.launch.sglang_options import Given
     from weightcache.launch.sockets import Agent, Agents
     from weightcache.protocol import SetStatus
+    from weightcache.sglang_options import Given
 
 HEADER = ("field", "resident", "this launch", "verdict")
 

@@ -13,7 +13,7 @@ from weightcache.errors import DeviceUnavailable, UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from weightcache.launch.sglang_options import Given
+    from weightcache.sglang_options import Given
 
 _TIMEOUT = 30.0
 _MOST_NODES = 65536

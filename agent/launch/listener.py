@@ -13,17 +13,16 @@ import stat
 from typing import TYPE_CHECKING
 
 from weightcache.errors import UsageError
+from weightcache.sglang_options import DEFAULT_HOST, DEFAULT_PORT as DEFAULT_PORT, why_no_socket
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import MutableMapping
 
-    from weightcache.launch.sglang_options import Given
+    from weightcache.sglang_options import Given
 
 FIRST_FD = 3
 BACKLOG = 2048
 """As uvicorn's; the kernel allows as many as net.core.somaxconn says."""
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 30000
 
 
 def held(launch: Given, hold: bool, environment: MutableMapping[str, str]) -> socket.socket | None:
@@ -32,7 +31,7 @@ def held(launch: Given, hold: bool, environment: MutableMapping[str, str]) -> so
     found = handed_in(environment, port)
     if found is None and not hold:
         return None
-    if why := why_not(launch, environment):
+    if why := why_no_socket(launch, environment):
         raise UsageError(f"the port cannot be held for this engine: {why}")
     return found or bound(launch.text("host"), DEFAULT_PORT if port is None else port)
 
@@ -70,23 +69,6 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno in errno.errorcode else str(error)
         raise UsageError(f"port {port} of {host or DEFAULT_HOST} cannot be held ({why})") from None
-
-
-def why_not(launch: Given, environment: Mapping[str, str]) -> str:
-    """Why this launch cannot listen on a socket that it is given, or an empty text."""
-    if launch.flag("enable_http2"):
-        return "--enable-http2 binds a port of its own"
-    if (launch.number("tokenizer_worker_num") or 1) > 1:
-        return "--tokenizer-worker-num binds the port in several processes"
-    if launch.flag("grpc_mode"):
-        return "a server that speaks gRPC binds a port of its own"
-    if environment.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
-        return "SGLANG_RUST_SERVER binds a port of its own"
-    if launch.flag("encoder_only") or launch.flag("use_ray"):
-        return "--encoder-only and --use-ray start servers that weightcache is not in"
-    if (launch.number("node_rank", 0) or 0) > 0:
-        return "only the first node of an engine answers requests"
-    return ""
 
 
 def _unfit(listener: socket.socket, port: int | None) -> str:

@@ -33,7 +33,7 @@ from weightcache.launch.arguments import Options, split
 from weightcache.launch.console import say, write
 from weightcache.launch.help import HELP
 from weightcache.launch.refusals import refused
-from weightcache.launch.sglang_options import Given, given
+from weightcache.sglang_options import Given, given
 from weightcache.warm.messages import Layout
 from weightcache.warm.pool import Pool
 

@@ -15,7 +15,7 @@ from weightcache.checkpoint import identity
 from weightcache.fingerprint import CONSEQUENCES, Difference, Fingerprint, Value
 
 if TYPE_CHECKING:
-    from weightcache.launch.sglang_options import Given
+    from weightcache.sglang_options import Given
 
 Verdict = Literal["equal", "differs", "unknown"]
 UNKNOWN = "unknown until the engine runs"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weightcache.launch.sglang_options import Given
+    from weightcache.sglang_options import Given
 
 
 def refused(given: Given) -> str:

@@ -9,9 +9,10 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
+from weightcache import sglang_options
 from weightcache.engine.directive import UNPROVEN_VARIABLE, Decision, Directive, Milestone
 from weightcache.errors import AgentUnavailable, from_code
-from weightcache.launch import decisions, proof, served, server_only, sglang_options, supervisor
+from weightcache.launch import decisions, proof, served, server_only, supervisor
 from weightcache.launch.console import say, write
 from weightcache.launch.listener import DEFAULT_PORT
 from weightcache.launch.reports import Receiver

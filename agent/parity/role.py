@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weightcache import protocol, records
+from weightcache import protocol, records, sglang_options
 from weightcache.client import Conversation
 from weightcache.engine.directive import UNPROVEN_VARIABLE, Directive
 from weightcache.errors import ParityBroken, ProtocolError, UsageError
-from weightcache.launch import daemon_config, detached, layout, sglang_options
+from weightcache.launch import daemon_config, detached, layout
 from weightcache.parity import ending, inventory
 from weightcache.parity.server import serving
 from weightcache.parity.verdict import Side, judge

@@ -25,6 +25,7 @@ from torch import nn
 
 import weightcache
 from tests.support.layouts import LAYOUTS
+from weightcache import sglang_options
 from weightcache.deployment import Deployment
 from weightcache.engine import (
     adapter,
@@ -37,7 +38,7 @@ from weightcache.engine import (
     refusals,
 )
 from weightcache.errors import UnsupportedMethod
-from weightcache.launch import arguments, server_only, sglang_options
+from weightcache.launch import arguments, server_only
 from weightcache.warm import seats
 
 PARALLEL = (

@@ -9,7 +9,7 @@ import pytest
 from tests.gpu.layouts import LAYOUTS, chosen
 from weightcache.deployment import Deployment
 from weightcache.launch.layout import deployment
-from weightcache.launch.sglang_options import given
+from weightcache.sglang_options import given
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

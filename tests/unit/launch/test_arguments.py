@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from weightcache.errors import UsageError
 from weightcache.launch.arguments import LEVERS, Options, split
-from weightcache.launch.sglang_options import given as read
+from weightcache.sglang_options import given as read
 
 SGLANG = st.one_of(
     st.sampled_from(["--model-path", "/m", "--tp", "2", "-h", "--weight-cache-socket", "--weight-cache", "", "=", "-"]),

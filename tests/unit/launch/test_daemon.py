@@ -20,7 +20,7 @@ from weightcache.engine import directive
 from weightcache.errors import DeviceUnavailable, PermissionRefused, UsageError
 from weightcache.launch import daemon_config, layout
 from weightcache.launch.server_only import without
-from weightcache.launch.sglang_options import given
+from weightcache.sglang_options import given
 
 SECRETS = [
     *("--api-key", "sk-secret1"), "--admin-api-key=secret2", *("--ssl-keyfile-password", "secret3"),

@@ -14,7 +14,7 @@ import pytest
 import weightcache
 from weightcache.errors import UsageError
 from weightcache.launch import listener
-from weightcache.launch.sglang_options import given
+from weightcache.sglang_options import given, why_no_socket
 
 CODE = """
 import os, sys
@@ -142,7 +142,7 @@ def test_a_host_that_does_not_exist() -> None:
     ],
 )
 def test_servers_that_bind_otherwise(arguments: str, said: str) -> None:
-    found = listener.why_not(given(arguments.split()), {})
+    found = why_no_socket(given(arguments.split()), {})
     assert said in found
     assert bool(found) == bool(said)
 
@@ -162,4 +162,4 @@ def test_a_launch_whose_port_cannot_be_held_is_told(port: socket.socket) -> None
 
 
 def test_the_rust_server() -> None:
-    assert "SGLANG_RUST_SERVER" in listener.why_not(given(["--port", "1"]), {"SGLANG_RUST_SERVER": "1"})
+    assert "SGLANG_RUST_SERVER" in why_no_socket(given(["--port", "1"]), {"SGLANG_RUST_SERVER": "1"})

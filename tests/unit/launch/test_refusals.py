@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightcache.launch.refusals import refused
-from weightcache.launch.sglang_options import given
+from weightcache.sglang_options import given
 
 
 @pytest.mark.parametrize(

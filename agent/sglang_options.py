@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MAX_YAML = 1 << 20
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 30000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,23 @@ def given(arguments: Sequence[str]) -> Given:
         from_file, opaque = _yaml(Path(path))
         values = {**from_file, **values}
     return Given(values, opaque)
+
+
+def why_no_socket(launch: Given, environment: Mapping[str, str]) -> str:
+    """Why this launch cannot listen on a socket that it is given, or an empty text."""
+    if launch.flag("enable_http2"):
+        return "--enable-http2 binds a port of its own"
+    if (launch.number("tokenizer_worker_num") or 1) > 1:
+        return "--tokenizer-worker-num binds the port in several processes"
+    if launch.flag("grpc_mode"):
+        return "a server that speaks gRPC binds a port of its own"
+    if environment.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
+        return "SGLANG_RUST_SERVER binds a port of its own"
+    if launch.flag("encoder_only") or launch.flag("use_ray"):
+        return "--encoder-only and --use-ray start servers that weightcache is not in"
+    if (launch.number("node_rank", 0) or 0) > 0:
+        return "only the first node of an engine answers requests"
+    return ""
 
 
 def _yaml(path: Path) -> tuple[dict[str, str], bool]:
