@@ -147,21 +147,21 @@ def load(path: Path | None) -> Config:
     """
     if path is None:
         try:
-            return parse(_read(paths.CONFIG_FILE), paths.CONFIG_FILE)
+            return parse(read_text(paths.CONFIG_FILE), paths.CONFIG_FILE)
         except FileNotFoundError:
             return Config()
     try:
-        return parse(_read(path), path)
+        return parse(read_text(path), path)
     except FileNotFoundError:
-        raise ConfigError(f"{_name(path)}: there is no such file") from None
+        raise ConfigError(f"{shown_path(path)}: there is no such file") from None
 
 
 def parse(text: str, path: Path) -> Config:
     """The Config that ``text`` stands for; ``path`` is what the sentences call it. Raises ConfigError."""
     try:
-        data = _toml(text)
+        data = toml_table(text)
     except DecodeError as error:
-        raise ConfigError(f"{_name(path)}: {error}") from None
+        raise ConfigError(f"{shown_path(path)}: {error}") from None
     return from_data(data, path)
 
 
@@ -170,28 +170,30 @@ def from_data(data: dict[str, Any], path: Path) -> Config:
     try:
         return _build(data, path)
     except DecodeError as error:
-        raise ConfigError(f"{_name(path)}: {error}") from None
+        raise ConfigError(f"{shown_path(path)}: {error}") from None
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The file's text. Raises FileNotFoundError, and ConfigError for whatever else is wrong."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE + 1)
         if len(data) > MAX_FILE:
-            raise ConfigError(f"{_name(path)}: larger than {MAX_FILE} bytes, which is no configuration file")
+            raise ConfigError(f"{shown_path(path)}: larger than {MAX_FILE} bytes, which is no configuration file")
         return data.decode()
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ConfigError(f"{_name(path)}: cannot be read ({error.strerror})") from None
+        raise ConfigError(f"{shown_path(path)}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise ConfigError(f"{_name(path)}: line {line}: a byte that is no UTF-8 text") from None
+        raise ConfigError(f"{shown_path(path)}: line {line}: a byte that is no UTF-8 text") from None
     except ValueError:
-        raise ConfigError(f"{_name(path)}: no usable file name") from None
+        raise ConfigError(f"{shown_path(path)}: no usable file name") from None
 
 
-def _toml(text: str) -> dict[str, Any]:
+def toml_table(text: str) -> dict[str, Any]:
+    """The TOML document ``text``. Raises DecodeError."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -236,6 +238,7 @@ def _ranks(whole: dict[str, Any]) -> tuple[RankConfig, ...]:
     return tuple(decode(RankConfig, entry, f"rank[{i}]") for i, entry in enumerate(data))
 
 
-def _name(path: Path) -> str:
+def shown_path(path: Path) -> str:
+    """A file's name in a sentence, safe to print on a terminal."""
     text = str(path)
     return text if text.isprintable() else ascii(text)

@@ -1,0 +1,187 @@
+"""/etc/weightcache/engines/NAME.toml as frozen values: what both slots of an engine run.
+
+Whatever is wrong with a file, or cannot work with two engines on one host, is a ConfigError of one sentence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from weightcache import sglang_options
+from weightcache.config import read_text, shown_path, toml_table
+from weightcache.config_checks import parse_address
+from weightcache.config_decode import DecodeError, check_names, decode, shown
+from weightcache.errors import ConfigError, UsageError
+from weightcache.sglang_options import DEFAULT_HOST, Given, why_no_socket
+from weightcache.standby.places import config_dir, engine_name
+
+Lever = Literal["caches", "graphs", "warmup", "workers"]
+OnMismatch = Literal["fallback", "evict", "error"]
+LEAST_HANG = 30.0
+"""Seconds. An event loop may be in one step for long: a long prefill, a compilation."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTable:
+    """[engine]: ``arguments`` are SGLang's. ``listen`` (HOST:PORT) may be left out where they name the port.
+
+    ``priority``: a higher one is the more important. ``python``: of the SGLang environment, as for --wcache-python.
+    ``on_mismatch`` and ``without``: as for --wcache-on-mismatch and --wcache-without; an engine whose weights are not
+    shared would take the active one's memory, so that it does not start by default. ``environment`` is added to both
+    engines' environment.
+    """
+
+    arguments: tuple[str, ...]
+    listen: str = ""
+    priority: int = 0
+    python: str = ""
+    on_mismatch: OnMismatch = "error"
+    without: tuple[Lever, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyTable:
+    """[standby], all in seconds. ``hang_seconds``: an event loop that has not come round for so long counts as hung.
+
+    ``drain_seconds``: how long requests may go on when an engine retires. ``own_seconds``: how long a promotion may
+    wait until the processes of the engine before are gone, and map KV memory.
+    """
+
+    hang_seconds: float = 60.0
+    drain_seconds: float = 30.0
+    own_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The whole file. ``host`` and ``port``: where both engines take requests, from ``listen`` or the arguments."""
+
+    name: str
+    engine: EngineTable
+    standby: StandbyTable
+    host: str
+    port: int
+    path: Path
+
+    @property
+    def sglang(self) -> tuple[str, ...]:
+        """SGLang's arguments, which name host and port."""
+        given = sglang_options.given(self.engine.arguments).values
+        host = () if "host" in given else ("--host", self.host)
+        port = () if "port" in given else ("--port", str(self.port))
+        return (*self.engine.arguments, *host, *port)
+
+    @property
+    def listen(self) -> str:
+        """HOST:PORT, or [IPV6]:PORT."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def model(self) -> str:
+        """The model's path or name."""
+        return sglang_options.given(self.engine.arguments).text("model_path")
+
+
+def names() -> tuple[str, ...]:
+    """The engines that have a file, in alphabetical order. Raises ConfigError."""
+    try:
+        found = sorted(path.stem for path in config_dir().glob("*.toml") if not path.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(f"{shown_path(config_dir())}: cannot be read ({error.strerror})") from None
+    for name in found:
+        try:
+            engine_name(name)
+        except UsageError as error:
+            raise ConfigError(f"{shown_path(config_dir() / name)}.toml: {error.message}") from None
+    return tuple(found)
+
+
+def load(name: str) -> EngineConfig:
+    """The file of the engine ``name``. Raises ConfigError, and UsageError for a name that is none."""
+    path = config_dir() / f"{engine_name(name)}.toml"
+    try:
+        return parse(read_text(path), name, path)
+    except FileNotFoundError:
+        raise ConfigError(f"{shown_path(path)}: there is no such file, which an engine is described by") from None
+
+
+def parse(text: str, name: str, path: Path) -> EngineConfig:
+    """What ``text`` stands for; ``path`` is what the sentences call it. Raises ConfigError."""
+    try:
+        return _build(toml_table(text), name, path)
+    except DecodeError as error:
+        raise ConfigError(f"{shown_path(path)}: {error}") from None
+
+
+def _build(data: dict[str, Any], name: str, path: Path) -> EngineConfig:
+    check_names(data, ("engine", "standby"), "")
+    if "engine" not in data:
+        raise DecodeError("engine", "this table is missing: arguments = [...] says what SGLang is started with")
+    engine = decode(EngineTable, data["engine"], "engine")
+    standby = decode(StandbyTable, data.get("standby", {}), "standby")
+    _check_standby(standby)
+    given = sglang_options.given(engine.arguments)
+    _check_engine(engine, given)
+    host, port = _address(engine, given)
+    return EngineConfig(name, engine, standby, host, port, path)
+
+
+def _check_standby(standby: StandbyTable) -> None:
+    if standby.hang_seconds < LEAST_HANG:
+        text = f"must be {LEAST_HANG:g} or greater, since one step of an engine may take long"
+        raise DecodeError("standby.hang_seconds", f"{text}, got {standby.hang_seconds:g}")
+    if standby.drain_seconds < 0:
+        raise DecodeError("standby.drain_seconds", f"must be 0 or greater, got {standby.drain_seconds:g}")
+    if standby.own_seconds <= 0:
+        raise DecodeError("standby.own_seconds", f"must be greater than 0, got {standby.own_seconds:g}")
+
+
+def _check_engine(engine: EngineTable, given: Given) -> None:
+    for i, argument in enumerate(engine.arguments):
+        name = argument.partition("=")[0]
+        if name.startswith(("--weight-cache", "--wcache")):
+            raise DecodeError(f"engine.arguments[{i}]", f"{shown(name)} is set by weightcache itself: remove it")
+    if not given.text("model_path") and not given.opaque:
+        raise DecodeError("engine.arguments", "--model-path is missing: which model should be served?")
+    for variable in engine.environment:
+        if not variable or "=" in variable or "\0" in variable:
+            raise DecodeError("engine.environment", f"{shown(variable)} is no name for an environment variable")
+    if engine.python and not engine.python.startswith("/"):
+        raise DecodeError("engine.python", f"expected an absolute path, got {shown(engine.python)}")
+    if why := why_no_socket(given, engine.environment) or _why_not_twice(given):
+        raise DecodeError("engine.arguments", f"no engine with a standby can have these: {why}")
+
+
+def _why_not_twice(given: Given) -> str:
+    """Why two engines with these arguments cannot live on one host, besides the port that they share."""
+    if (given.number("nnodes") or 1) > 1:
+        return "with --nnodes the engine is on several hosts, and a lock of one host says nothing about the others"
+    if given.flag("enable_dp_attention") or (given.number("attn_dp_size") or 1) > 1:
+        return "--enable-dp-attention makes both engines bind the same ports"
+    for field, option in (("nccl_port", "--nccl-port"), ("dist_init_addr", "--dist-init-addr")):
+        if given.text(field):
+            return f"{option} names a port that both engines would bind"
+    return ""
+
+
+def _address(engine: EngineTable, given: Given) -> tuple[str, int]:
+    host, port = given.text("host"), given.text("port")
+    if port and not (port.isdecimal() and 0 < int(port) < 2**16):
+        raise DecodeError("engine.arguments", f"--port {shown(port)} is no port that clients could know")
+    if not engine.listen:
+        if not port:
+            raise DecodeError("engine.arguments", "--port is missing: where should the engine listen? (or set listen)")
+        return host or DEFAULT_HOST, int(port)
+    try:
+        wanted = parse_address(engine.listen)
+    except ValueError as error:
+        raise DecodeError("engine.listen", str(error)) from None
+    if not wanted[1]:
+        raise DecodeError("engine.listen", "0 is no port that clients could know")
+    for option, said, own in (("--host", host, wanted[0]), ("--port", port, str(wanted[1]))):
+        if said and said != own:
+            raise DecodeError("engine.listen", f"the arguments say {option} {shown(said)}, and this says {shown(own)}")
+    return wanted
