@@ -1,0 +1,89 @@
+"""SGLang's names around its KV pool, for 0.5.17 and 0.5.23; the rest of them is in adapter.py.
+
+SGLang can reserve the addresses of a KV pool, capture graphs on one page of it, and back the rest when it knows how
+much memory the graphs have left (srt/mem_cache/kv_vmm_backing.py; off by default). Its carrier is used here, not its
+sizing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from weightcache.engine import adapter
+
+PROFILE_BYTES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
+IS_BACKED_LATER = "sglang.srt.model_executor.model_runner_components.kv_pool_runtime.is_post_capture_kv_active"
+BACK_NOW = "sglang.srt.model_executor.model_runner.ModelRunner.post_capture_resize_kv_pool"
+MEMORY_POOL = "sglang.srt.mem_cache.memory_pool"
+OWNER = "KvVmmBufferOwner"
+"""The name in MEMORY_POOL by which pools make what holds their buffers."""
+
+_UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    # (argument, values that are supported, what the others are)
+    ("speculative_algorithm", (None,), "speculative decoding"),
+    ("kv_cache_dtype", (None, "auto", "bfloat16", "float16"), "a quantized KV cache"),
+    ("enable_memory_saver", (None, False), "the memory saver"),
+    ("enable_hierarchical_cache", (None, False), "the hierarchical cache"),
+    ("enable_lmcache", (None, False), "LMCache"),
+    ("disaggregation_mode", (None, "null"), "disaggregated prefill"),
+    ("prefill_only_disable_kv_cache", (None, False), "an engine without KV memory"),
+    ("enable_pdmux", (None, False), "prefill and decode on parts of the device"),
+    ("dcp_size", (None, 1), "a KV cache that is cut by context"),
+    ("pp_size", (None, 1), "pipeline parallelism"),
+)
+
+
+def why_not(model_runner: Any) -> str:
+    """Why the KV memory of this engine cannot be given back and taken again, or an empty text."""
+    for name, supported, what in _UNSUPPORTED:
+        if adapter.resolved(model_runner.server_args, name) not in supported:
+            return what
+    if model_runner.use_mla_backend:
+        return "latent attention (MLA)"
+    if model_runner.is_hybrid_swa:
+        return "layers with a sliding window"
+    if _has_state(model_runner):
+        return "layers that keep a state for each request"
+    if os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"):
+        return "a memory pool of its own"
+    return ""
+
+
+def _has_state(model_runner: Any) -> bool:
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model_runner.model_config) is not None
+
+
+def replace_owner(owner: type) -> None:
+    """Have pools make ``owner`` where they would make SGLang's own."""
+    module = sys.modules[MEMORY_POOL]
+    getattr(module, OWNER)  # a release that makes its buffers in another way does not go on without a word
+    setattr(module, OWNER, owner)
+
+
+def back_as_planned(model_runner: Any) -> None:
+    """What follows the capture of graphs: the pool gets exactly the tokens that it was made for."""
+    pool = model_runner.token_to_kv_pool
+    pool.finalize_backing(model_runner.memory_pool_config)
+
+
+def plan_key(configurator: Any) -> tuple[str, ...]:
+    """What the number of bytes depends on that a plan is made for, besides the free memory."""
+    args = configurator.server_args
+    names = ("model_path", "revision", "dtype", "kv_cache_dtype", "tp_size", "mem_fraction_static", "max_total_tokens")
+    return tuple(f"{name}={adapter.resolved(args, name)}" for name in names)
+
+
+def from_first_rank(value: int) -> int:
+    """The ``value`` of the world's first rank, on all ranks; all of them have to ask."""
+    _, size, group = adapter.world()
+    if size == 1:
+        return value
+    sent = torch.tensor([value], dtype=torch.int64)
+    torch.distributed.broadcast(sent, torch.distributed.get_global_rank(group, 0), group=group)
+    return int(sent.item())
