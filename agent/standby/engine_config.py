@@ -161,8 +161,8 @@ def _why_not_twice(given: Given) -> str:
         return "with --nnodes the engine is on several hosts, and a lock of one host says nothing about the others"
     if given.flag("enable_dp_attention") or (given.number("attn_dp_size") or 1) > 1:
         return "--enable-dp-attention makes both engines bind the same ports"
-    for field, option in (("nccl_port", "--nccl-port"), ("dist_init_addr", "--dist-init-addr")):
-        if given.text(field):
+    for name, option in (("nccl_port", "--nccl-port"), ("dist_init_addr", "--dist-init-addr")):
+        if given.text(name):
             return f"{option} names a port that both engines would bind"
     return ""
 
