@@ -30,7 +30,6 @@ READ_LATER = {
     "NCCL_MNNVL_ENABLE": "the same",
     "NCCL_ALGO": "the same",
     "CUDA_DEVICE_MAX_CONNECTIONS": "read by the driver when a context is made",
-    "CUDA_MODULE_LOADING": "read by cuInit, which a parked process does not call",
     "TOKENIZERS_PARALLELISM": "read by tokenizers at each parallel loop",
     "PROMETHEUS_MULTIPROC_DIR": "made anew for each launch with metrics; read when prometheus_client is imported, "
     "which SGLang's modules put off until then",
