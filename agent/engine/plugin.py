@@ -28,12 +28,13 @@ def setup() -> None:
     directive = directives.read()
     if directive is None:
         return
-    from weightcache.engine import adapter, hooking, tracing
+    from weightcache.engine import adapter, hooking, slot, tracing
 
     tracing.setup(directive)
     if adapter.SCHEDULER_MODULE in sys.modules and not _warm_main():
         _register_scheduler(directive)
     elif multiprocessing.parent_process() is None:
+        slot.join(directive)
         hooking.around(adapter.LOAD_PLUGINS, _when_everything_is_imported(directive))
         directives.send_report(directive, directives.PluginReady(os.getpid(), "main", adapter.version()))
 
@@ -50,7 +51,7 @@ def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
     def around(original: Callable[[], None]) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        from weightcache.engine import adapter, hooking, refusals, tracing
+        from weightcache.engine import adapter, adapter_server, hooking, refusals, slot, tracing
 
         original()
         tracing.imported()
@@ -59,23 +60,30 @@ def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
                 hooking.around(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))
         _register_server(directive)
         HookRegistry.apply_hooks()
+        slot.prove((adapter_server.SERVER_STARTUP, adapter_server.WAIT_AND_WARMUP))
 
     return around
 
 
 def _register_server(directive: Directive) -> None:
-    from weightcache.engine import adapter_server, hooking, listener, warmup
+    from weightcache.engine import adapter_server, hooking, listener, slot, warmup
 
-    if directive.listener:
+    ready = None
+    if (in_slot := slot.server()) is not None:
+        ready = in_slot.listening
+        hooking.around(adapter_server.SERVER_STARTUP, in_slot.around_startup)
+    elif directive.listener:
+        ready = listener.listening
         hooking.around(adapter_server.SERVER_STARTUP, listener.hook(directive))
     if warmup.LEVER in directive.levers and directive.warmed and adapter_server.HTTP_SERVER in sys.modules:
-        ready = listener.listening if directive.listener else None
         hooking.around(adapter_server.WAIT_AND_WARMUP, warmup.hook(Path(directive.warmed), ready), copies=False)
+    if in_slot is not None:
+        hooking.around(adapter_server.WAIT_AND_WARMUP, in_slot.around_warm_up, copies=False)
 
 
 def _register_scheduler(directive: Directive) -> None:
     from weightcache import transport
-    from weightcache.engine import adapter, hooking, refusals
+    from weightcache.engine import adapter, hooking, refusals, slot
 
     transport.make_room()
     hooks: dict[str, Callable[..., Any]] = {
@@ -84,6 +92,7 @@ def _register_scheduler(directive: Directive) -> None:
         adapter.INIT_MEMORY_POOLS: _init_memory_pools(directive),
         adapter.RUN_EVENT_LOOP: _run_event_loop,
         adapter.ENABLE_OWN_CACHE: _leave_load_format_alone,
+        **slot.rank_hooks(directive),
     }
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
@@ -170,8 +179,9 @@ def _init_memory_pools(directive: Directive) -> Callable[..., Any]:
 
 def _run_event_loop(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """SGLang ends its processes with SIGKILL after any failure: only here can be seen that the device was at fault."""
-    from weightcache.engine import faults
+    from weightcache.engine import faults, slot
 
+    slot.rank_ready()
     try:
         return original(scheduler, *args, **kwargs)
     except Exception as error:

@@ -1,0 +1,128 @@
+"""A rank of an engine in a slot: its lock, its KV memory, and the beat of its event loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from weightcache.engine import adapter_slot as sglang, directive as directives
+from weightcache.engine.directive import Decision, Directive
+from weightcache.engine.slot_channel import Channel, timed
+from weightcache.errors import UsageError, WeightcacheError
+from weightcache.standby import fence
+from weightcache.standby.locks import ByteLock
+from weightcache.standby.messages import Own, Ready, Release, Slot
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+LOCK_SECONDS = 60.0
+FENCE_SECONDS = 60.0
+"""How long a process may need to end that was killed: the kernel frees its memory first."""
+
+
+class Memory(Protocol):
+    """The KV memory of one rank, which is there while the rank owns it."""
+
+    def map(self) -> None:
+        """Have it."""
+
+    def unmap(self) -> None:
+        """Give it up, with its content."""
+
+
+class HostMemory:
+    """The KV memory of an engine on the CPU is small, and stays."""
+
+    def map(self) -> None:
+        """It is there."""
+
+    def unmap(self) -> None:
+        """Stays. What was computed is forgotten by the main process, which flushes."""
+
+
+def refused(directive: Directive) -> str:
+    """Why an engine cannot be in a slot, before anything is loaded; or an empty text."""
+    if directive.backend == "cuda":
+        return "a standby on a GPU is not supported yet: its KV memory cannot be parked"
+    return ""
+
+
+class SlotRank:
+    """This process's rank, from the moment that it knows which one it is."""
+
+    def __init__(self, directive: Directive, slot: Slot, memory: Memory) -> None:
+        self._directive, self._slot, self._memory = directive, slot, memory
+        self._channel: Channel | None = None
+        self._next_beat = 0.0
+
+    def around_rank_known(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Join, before anything is loaded."""
+        rank = sglang.global_rank_of(scheduler)
+        if self._channel is None:
+            if why := refused(self._directive) or sglang.refused(scheduler.server_args):
+                error = UsageError(why)
+                decision = Decision(rank, "target", "refused", error.code, error.message)
+                directives.send_report(self._directive, decision)
+                raise error
+            self._join(rank)
+        return original(scheduler, *args, **kwargs)
+
+    def around_input(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Called in every round of every event loop."""
+        if self._channel is not None and (now := time.monotonic()) >= self._next_beat:
+            self._next_beat = now + BEAT_SECONDS
+            self._channel.beat()
+        return original(*args, **kwargs)
+
+    def ready(self) -> None:
+        """The event loop begins."""
+        if self._channel is not None:
+            self._channel.send(Ready())
+
+    def _join(self, rank: int) -> None:
+        self._lock = ByteLock(Path(self._slot.lock), 1 + rank)
+        # A forked child shares the lock, which would outlive this process with it.
+        os.register_at_fork(after_in_child=self._lock.close)
+        self._channel = Channel(self._slot.channel, rank, {Own: self._own, Release: self._release})
+
+    def _own(self, order: Own, _: int) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        with timed(seconds, "lock"):
+            _take(self._lock, LOCK_SECONDS)
+        try:
+            with timed(seconds, "fence"):
+                left = fence.wait(order.fence, FENCE_SECONDS)
+            if left:
+                pids = ", ".join(str(process.pid) for process in left)
+                raise WeightcacheError(f"may still write KV memory after {FENCE_SECONDS:g} s: {pids}")
+            with timed(seconds, "map"):
+                self._memory.map()
+        except BaseException:
+            self._lock.give_back()
+            raise
+        return seconds
+
+    def _release(self, _: Release, __: int) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        with timed(seconds, "unmap"):
+            self._memory.unmap()
+        self._lock.give_back()
+        return seconds
+
+
+def _take(lock: ByteLock, seconds: float) -> None:
+    """Take the lock within ``seconds``. Raises WeightcacheError; the thread that waits then goes on to.
+
+    The launcher ends an engine of which an order failed, and that thread with it.
+    """
+    thread = threading.Thread(target=lock.take, name="weightcache-lock", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not lock.held:
+        raise WeightcacheError(f"byte {lock.byte} of {lock.path} was not free for {seconds:g} s")
