@@ -5,6 +5,7 @@ Whatever is wrong with a file, or cannot work with two engines on one host, is a
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -174,7 +175,7 @@ def _address(engine: EngineTable, given: Given) -> tuple[str, int]:
     if not engine.listen:
         if not port:
             raise DecodeError("engine.arguments", "--port is missing: where should the engine listen? (or set listen)")
-        return host or DEFAULT_HOST, int(port)
+        return _checked(host or DEFAULT_HOST, "engine.arguments"), int(port)
     try:
         wanted = parse_address(engine.listen)
     except ValueError as error:
@@ -184,4 +185,12 @@ def _address(engine: EngineTable, given: Given) -> tuple[str, int]:
     for option, said, own in (("--host", host, wanted[0]), ("--port", port, str(wanted[1]))):
         if said and said != own:
             raise DecodeError("engine.listen", f"the arguments say {option} {shown(said)}, and this says {shown(own)}")
-    return wanted
+    return _checked(wanted[0], "engine.listen"), wanted[1]
+
+
+def _checked(host: str, key: str) -> str:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise DecodeError(key, f"a socket unit takes IP addresses, such as 0.0.0.0, and not {shown(host)}") from None
+    return host
