@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from weightcache.errors import UsageError
+from weightcache.standby.places import SlotName, slot_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +20,7 @@ MODE_SHORTEST = "--weight-cache-m"
 
 VALUES = (
     "--wcache-on-mismatch", "--wcache-wait", "--wcache-runtime-dir", "--wcache-config", "--wcache-python",
-    "--wcache-without",
+    "--wcache-without", "--wcache-slot",
 )  # fmt: skip
 PLAIN = ("--wcache-unproven", "--wcache-restart", "--wcache-hold-port", "--wcache-help")
 FLAGS = ("--wcache-explain", *PLAIN)
@@ -50,6 +51,7 @@ class Options:
     without: tuple[Lever, ...] = ()
     restart: bool = False
     hold_port: bool = False
+    slot: SlotName | None = None
     help: bool = False
     sglang: tuple[str, ...] = ()
 
@@ -93,6 +95,9 @@ def split(argv: Sequence[str]) -> Options:
             position += 1
         options = _mode(options, value) if is_mode else _own(options, name, value, bool(equals))
     options = replace(options, sglang=tuple(rest))
+    if options.slot is not None and not options.help:
+        _check_slot(options, options.slot)
+        return options
     if options.mode == "daemon" and options.on_mismatch not in (None, "error"):
         raise UsageError(
             f"--wcache-on-mismatch {options.on_mismatch} does not go with {MODE} daemon, where a mismatch is an error"
@@ -108,6 +113,18 @@ def split(argv: Sequence[str]) -> Options:
         other = "--wcache-explain" if options.explain else f"{MODE} off"
         raise UsageError(f"--wcache-restart does not go with {other}, which leaves nothing to start again")
     return options
+
+
+def _check_slot(options: Options, name: SlotName) -> None:
+    """An engine's file says everything else."""
+    alone = Options(slot=options.slot, config=options.config, runtime_dir=options.runtime_dir)
+    if options.sglang:
+        raise UsageError(
+            f"--wcache-slot takes SGLang's arguments from the engine's file, {name.engine}.toml: "
+            f"{options.sglang[0]!r} belongs there"
+        )
+    if options != alone:
+        raise UsageError("--wcache-slot goes with --wcache-config and --wcache-runtime-dir: the rest is in its file")
 
 
 def _check_name(name: str, separated: bool) -> None:
@@ -140,6 +157,8 @@ def _own(options: Options, name: str, value: str, given: bool) -> Options:
             if value == reaction:
                 return replace(options, on_mismatch=reaction)
         raise UsageError(f"--wcache-on-mismatch is fallback, evict or error, not {value!r}")
+    if name == "--wcache-slot":
+        return replace(options, slot=slot_name(value))
     if name == "--wcache-without":
         return replace(options, without=(*options.without, *_levers(value)))
     if name == "--wcache-wait":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 HELP = """\
 usage: wcache-launch [OPTIONS] [--] SGLANG_ARGUMENTS...
+       wcache-launch --wcache-slot NAME-a
 
 Starts `python -m sglang.launch_server SGLANG_ARGUMENTS...` with the weights that an agent holds in memory, and stays
 as its supervisor: signals and the exit status are passed through, one line a rank says how it got its weights.
@@ -27,6 +28,9 @@ as its supervisor: signals and the exit status are passed through, one line a ra
   --wcache-hold-port            restart mode: hold the HTTP port, so that connections made while one engine is gone and
                                 the next not there yet wait instead of being refused (a systemd socket unit's port is
                                 held in any mode)
+  --wcache-slot NAME-a          be one of the two slots (NAME-a, NAME-b) of the engine that is described, all of it, by
+                                /etc/weightcache/engines/NAME.toml: the engine stands by until the other one is gone;
+                                needs weightcache-http@NAME.socket; restart mode, without warm workers
   --wcache-without LEVERS       do not use these to shorten the start, separated by commas:
                                 caches: compiled kernels are kept in a directory for this environment alone
                                 graphs: prefill graphs are captured after the first answers, when the engine is idle

@@ -26,6 +26,8 @@ from weightcache.launch import (
     listener,
     restart,
     session,
+    signals,
+    slots,
     sockets,
     supervisor,
 )
@@ -39,6 +41,9 @@ from weightcache.warm.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from weightcache.launch.slot import Slot
+    from weightcache.standby.places import SlotName
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +66,8 @@ def _main(argv: Sequence[str]) -> int:
     if options.help:
         write(HELP, sys.stdout)
         return 0
+    if options.slot is not None:
+        return _in_slot(options.slot, options)
     if not options.sglang:
         raise UsageError("no arguments for SGLang: at least --model-path is needed")
     launch = given(options.sglang)
@@ -83,6 +90,21 @@ def _main(argv: Sequence[str]) -> int:
     return session.leave(served.status)
 
 
+def _in_slot(name: SlotName, options: Options) -> int:
+    options, engine = slots.completed(options, name)
+    launch = given(options.sglang)
+    config = _config(options, options.config is not None or options.reaction == "error")
+    _check_port(config, launch)
+    python = interpreter.choose(options.python, config)
+    try:
+        with signals.interrupting(), slots.opened(name, engine, launch) as slot:
+            start = partial(_started, options, config, launch, python, slot.listener, slot)
+            status = restart.supervise(start, None, slot)
+    except signals.Interrupted as interrupted:
+        status = -interrupted.number
+    return session.leave(status)
+
+
 def _launch(options: Options, config: Config, launch: Given, python: str) -> session.Launch:
     directive = _directive(options, config, launch, python)
     strict = options.reaction == "error"
@@ -92,14 +114,21 @@ def _launch(options: Options, config: Config, launch: Given, python: str) -> ses
 
 @contextmanager
 def _started(
-    options: Options, config: Config, launch: Given, python: str, port: socket.socket | None
+    options: Options,
+    config: Config,
+    launch: Given,
+    python: str,
+    port: socket.socket | None,
+    slot: Slot | None = None,
 ) -> Iterator[session.Launch]:
     """What to run, decided now; inside the block, what it needs besides is held."""
     began = time.monotonic()
     plan = _launch(options, config, launch, python)
     with caches.kept(options.levers, config.compiled, python) as kept:
         directive = replace(plan.directive, warmed=kept.warmed(plan.arguments))
-        yield replace(plan, directive=directive, variables=kept.variables, listener=port, began=began)
+        plan = replace(plan, directive=directive, variables=kept.variables, listener=port, began=began)
+        # In a slot nobody need look whether the server listens: it says so.
+        yield plan if slot is None else replace(plan, slot=slot, port=None)
 
 
 def _pool(options: Options, launch: Given) -> Pool | None:

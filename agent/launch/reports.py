@@ -35,8 +35,8 @@ class Receiver:
 
     def __init__(self, listener: socket.socket | None = None) -> None:
         self._http = listener
-        self._directory = _private_directory()
-        self.path = self._directory / "report"
+        self.directory = _private_directory()
+        self.path = self.directory / "report"
         self._senders: dict[int, socket.socket] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -98,7 +98,7 @@ class Receiver:
         self._listener.close()
         if hasattr(self, "_selector"):
             self._selector.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from weightcache.launch.slot import Slot
     from weightcache.warm.pool import Pool
 
     Start = Callable[[], AbstractContextManager[session.Launch]]
@@ -78,14 +79,14 @@ class Attendant:
         return frozenset(more) | (self._pool.pids if self._pool else frozenset())
 
 
-def supervise(start: Start, pool: Pool | None) -> int:
+def supervise(start: Start, pool: Pool | None, slot: Slot | None = None) -> int:
     """Run engines until one is told to end, or none comes to serve; the launcher's exit status (see session.leave).
 
     ``start`` decides what to run, anew each time. Raises a WeightcacheError where nothing can be run (any more).
     """
     processes.adopt_orphans()
     try:
-        return _supervise(start, pool)
+        return _supervise(start, pool, slot)
     finally:
         if pool is not None:
             pool.close()
@@ -103,7 +104,7 @@ class _Life:
     """Whether the same arguments will never do."""
 
 
-def _supervise(start: Start, pool: Pool | None) -> int:
+def _supervise(start: Start, pool: Pool | None, slot: Slot | None) -> int:
     restarts = deaths = 0
     while True:
         try:
@@ -125,7 +126,7 @@ def _supervise(start: Start, pool: Pool | None) -> int:
         pause = min(FIRST_PAUSE * 2 ** (deaths - 1), LAST_PAUSE) if deaths else 0.0
         when = f" in {pause:.0f} s" if pause else ""
         say(f"the engine {life.text}: starting it again{when} ({counted(restarts)} so far)")
-        time.sleep(pause)  # a signal ends the launcher here, as it does any program
+        (slot.pause if slot else time.sleep)(pause)  # a signal ends the launcher here, as it does any program
 
 
 def _live(start: Start, pool: Pool | None) -> _Life:
@@ -134,7 +135,8 @@ def _live(start: Start, pool: Pool | None) -> _Life:
         attendant = Attendant(launch.port, pool, processes.Strays())
         served = session.serve(launch, pool.start if pool else supervisor.fresh, attendant)
     # Listening is not enough: it comes before the server's own warm-up, and with a held port before everything else.
-    did_serve = served.serving or attendant.listened_for(SERVED_SECONDS)
+    listened = attendant.listened_for(SERVED_SECONDS)
+    did_serve = served.serving or (launch.slot.stood if launch.slot is not None else listened)
     if not served.interrupted and not attendant.clear():
         say(f"some of the engine's processes do not end within {supervisor.KILL_TIMEOUT:.0f} s")
     refused = served.status == UsageError.exit_status and not served.weights and not did_serve

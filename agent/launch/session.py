@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from weightcache.engine.directive import Report
+    from weightcache.launch.slot import Slot
 
 FAILED_GRACE = 3.0
 """An engine whose attach failed ends itself and says why; after this it is ended."""
@@ -49,6 +50,8 @@ class Launch:
     """The HTTP port, where the launcher holds it."""
     began: float | None = None
     """What this start is counted from, on CLOCK_MONOTONIC: the moment that it is served, if None."""
+    slot: Slot | None = None
+    """The slot that the engine is in, which gives it the port when its turn comes."""
 
     @property
     def command(self) -> list[str]:
@@ -140,9 +143,15 @@ def serve(
     launch: Launch, start: supervisor.Starter = supervisor.fresh, beside: supervisor.Beside | None = None
 ) -> Served:
     """Run the server until it ends."""
-    with Receiver(launch.listener) as receiver, _recorder(launch) as recorder:
-        holds = launch.listener is not None
-        told = replace(launch.directive, report=str(receiver.path), trace=recorder.trace, listener=holds)
+    port = launch.listener if launch.slot is None else None
+    with Receiver(port) as receiver, _recorder(launch) as recorder:
+        told = replace(
+            launch.directive,
+            report=str(receiver.path),
+            trace=recorder.trace,
+            listener=port is not None,
+            slot=launch.slot.told(receiver.directory) if launch.slot is not None else None,
+        )
         launch = replace(launch, directive=told)
         watcher = _Watcher(launch, recorder)
         ended = _run(launch, receiver, watcher, start, beside)
@@ -202,7 +211,7 @@ def _run(
 ) -> supervisor.Ended:
     env = environment(os.environ, launch)
     watcher.recorder.attempt()
-    return supervisor.run(launch.command, env, receiver, watcher, launch.port, start, beside)
+    return supervisor.run(launch.command, env, receiver, watcher, launch.port, start, beside, launch.slot)
 
 
 def _status(launch: Launch, watcher: _Watcher, ended: supervisor.Ended) -> int:

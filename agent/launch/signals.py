@@ -16,7 +16,7 @@ import struct
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
 FORWARDED = frozenset(
@@ -31,6 +31,8 @@ FORWARDED = frozenset(
         signal.SIGWINCH,
     }
 )
+ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+"""Those that are to end a program."""
 SI_KERNEL = 0x80
 """si_code of a signal that a terminal raised."""
 _FROM_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT, signal.SIGWINCH})
@@ -89,6 +91,29 @@ class SignalEvents:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
         return setup
+
+
+class Interrupted(BaseException):
+    """A signal to end came while no server runs that would get it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def interrupting() -> Iterator[None]:
+    """Inside, a signal to end that nobody takes from SignalEvents raises Interrupted, so that things are put away."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, interrupt) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def die_by(number: int) -> int:

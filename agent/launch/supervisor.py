@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import subprocess
@@ -14,9 +15,10 @@ from weightcache.errors import UsageError
 from weightcache.launch import proof
 from weightcache.launch.console import say
 from weightcache.launch.processes import Tree, below
-from weightcache.launch.signals import SignalEvents
+from weightcache.launch.signals import ENDING, SignalEvents
 
 if TYPE_CHECKING:
+    import signal
     from collections.abc import Mapping, Sequence
 
     from weightcache.engine.directive import Report
@@ -79,6 +81,28 @@ class Beside(Protocol):
         """Called with the server's process number, again after so many seconds as it answers."""
 
 
+class Aside(Protocol):
+    """Who talks with the server's processes while it runs, and is answered at once."""
+
+    def begin(self) -> None:
+        """A server is about to be started."""
+
+    def fileno(self) -> int:
+        """Readable when ``attend`` has something to do."""
+
+    def due(self) -> float:
+        """When ``attend`` has something to do all the same, on CLOCK_MONOTONIC."""
+
+    def attend(self) -> float | None:
+        """Do it. As the answers of a Watcher."""
+
+    def may_end(self) -> bool:
+        """A signal to end came: whether the server may have it yet. Asked again after each ``attend``."""
+
+    def ended(self) -> None:
+        """The server's main process is gone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How the run ended: exit status, or minus the signal's number. ``interrupted``: a signal to end was passed on."""
@@ -97,27 +121,35 @@ def run(
     port: int | None,
     start: Starter = fresh,
     beside: Beside | None = None,
+    aside: Aside | None = None,
 ) -> Ended:
     """Run ``command`` until it ends. Raises UsageError if it cannot be started."""
-    with SignalEvents() as signals, selectors.DefaultSelector() as selector:
+    with SignalEvents() as signals, selectors.DefaultSelector() as selector, contextlib.ExitStack() as after:
+        if aside is not None:
+            aside.begin()
+            after.callback(aside.ended)
         child = start(command, environment, signals.child_setup())
-        run_ = _Run(child, receiver, watcher, port, beside)
-        try:
-            pidfd = os.pidfd_open(child.pid)
-            try:
-                selector.register(signals, selectors.EVENT_READ)
-                selector.register(receiver, selectors.EVENT_READ)
-                selector.register(pidfd, selectors.EVENT_READ)
-                return run_.loop(selector, signals, pidfd)
-            finally:
-                os.close(pidfd)
-        finally:
-            run_.close()
+        run_ = _Run(child, receiver, watcher, port, beside, aside)
+        after.callback(run_.close)
+        pidfd = os.pidfd_open(child.pid)
+        after.callback(os.close, pidfd)
+        selector.register(signals, selectors.EVENT_READ)
+        selector.register(receiver, selectors.EVENT_READ)
+        selector.register(pidfd, selectors.EVENT_READ)
+        if aside is not None:
+            selector.register(aside, selectors.EVENT_READ)
+        return run_.loop(selector, signals, pidfd)
 
 
 class _Run:
     def __init__(
-        self, child: Child, receiver: Receiver, watcher: Watcher, port: int | None, beside: Beside | None
+        self,
+        child: Child,
+        receiver: Receiver,
+        watcher: Watcher,
+        port: int | None,
+        beside: Beside | None,
+        aside: Aside | None,
     ) -> None:
         self.child = child
         self.receiver = receiver
@@ -129,6 +161,9 @@ class _Run:
         self.seen_serving = False
         self.beside = beside
         self.next_attended = time.monotonic()
+        self.aside = aside
+        self.withheld: signal.Signals | None = None
+        """A signal to end, which the server gets when ``aside`` lets it end."""
 
     def loop(self, selector: selectors.BaseSelector, signals: SignalEvents, pidfd: int) -> Ended:
         interrupted = killed = False
@@ -136,10 +171,11 @@ class _Run:
             ready = {key.fd for key, _ in selector.select(self._timeout())}
             if signals.fd in ready:
                 for number, forward in signals.take():
-                    interrupted = interrupted or number.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+                    interrupted = interrupted or number in ENDING
                     if forward:
-                        self.child.send_signal(number)
+                        self._pass(number)
             self._reports()
+            self._look_aside()
             if pidfd in ready:
                 break
             self._poll()
@@ -155,8 +191,25 @@ class _Run:
 
     def _timeout(self) -> float | None:
         attended = self.next_attended if self._attends() else None
-        moments = [moment for moment in (self.deadline, self._polls() and self.next_poll, attended) if moment]
+        due = self.aside.due() if self.aside is not None else None
+        moments = [moment for moment in (self.deadline, self._polls() and self.next_poll, attended, due) if moment]
         return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def _pass(self, number: signal.Signals) -> None:
+        # A second one goes through at once: whoever sends it has seen that the first one takes its time.
+        if self.aside is None or number not in ENDING or self.withheld is not None or self.aside.may_end():
+            self.withheld = None
+            self.child.send_signal(number)
+        else:
+            self.withheld = number
+
+    def _look_aside(self) -> None:
+        if self.aside is None:
+            return
+        self._end_after(self.aside.attend())
+        if self.withheld is not None and self.aside.may_end():
+            self.child.send_signal(self.withheld)
+            self.withheld = None
 
     def _polls(self) -> bool:
         return self.port is not None and self.deadline is None and self.watcher.wants_serving

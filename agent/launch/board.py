@@ -1,0 +1,81 @@
+"""What a slot says of itself: its status file, written when something changes, and one line for the service manager."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weightcache.errors import WeightcacheError
+from weightcache.launch.console import say
+from weightcache.standby import status
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from weightcache.standby.messages import Process, Role
+    from weightcache.standby.status import Promotion, SlotStatus
+
+_MOST_REMEMBERED = 256
+"""Processes of earlier engines of this slot."""
+
+
+class Board:
+    """Keeps the status of one slot; it begins with ``initial``, and with the promotions that the file knows of."""
+
+    def __init__(self, path: Path, initial: SlotStatus) -> None:
+        before, _ = status.read(path)
+        self._path = path
+        self._engines = 0
+        self._earlier: tuple[Process, ...] = ()
+        self._written: SlotStatus | None = None
+        self._complained = False
+        self.status = replace(initial, promotions=before.promotions if before else ())
+        self.problem = ""
+
+    def engine_starts(self) -> None:
+        """Another engine."""
+        self._engines += 1
+
+    def engine_ended(self, ranks: Iterable[Process]) -> None:
+        """That one is over."""
+        self._earlier = (*self._earlier, *ranks)[-_MOST_REMEMBERED:]
+
+    def promoted(self, promotion: Promotion) -> None:
+        """It became the active one."""
+        promotions = (*self.status.promotions, promotion)[-status.MOST_PROMOTIONS :]
+        self.status = replace(self.status, promotions=promotions)
+
+    def predecessor(self, inherited: Iterable[Process]) -> str:
+        """Whose the processes are that were in the roster: the other slot's, but for a slot that has only itself."""
+        mine = set(inherited) and set(inherited) <= set(self._earlier)
+        slot = self.status.slot if mine else "b" if self.status.slot == "a" else "a"
+        return f"{self.status.engine}-{slot}" + ("'s last engine" if mine else "")
+
+    def show(self, role: Role, main: Process | None, ranks: tuple[Process, ...]) -> str:
+        """Write down how it stands; one line about it."""
+        since = self.status.since if role == self.status.role and self._written else time.time()
+        self.status = replace(
+            self.status,
+            role=role,
+            since=since,
+            main=main,
+            ranks=ranks,
+            restarts=max(self._engines - 1, 0),
+            problem=self.problem,
+        )
+        if self.status != self._written:
+            self._write()
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
+        line = f"active since {when}" if role == "active" else role
+        return f"{line} ({self.problem})" if self.problem and role == "starting" else line
+
+    def _write(self) -> None:
+        self._written = self.status
+        try:
+            status.write(self._path, self.status)
+        except WeightcacheError as error:
+            if not self._complained:  # a full disk must not end an engine, nor fill a log
+                say(error.message)
+            self._complained = True

@@ -1,0 +1,108 @@
+"""Where the launcher of a slot takes commands (weightcache.standby.control): one packet, one reply.
+
+Whoever may write to the socket may give them: root, the launcher's user, its group. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from weightcache import transport
+from weightcache.errors import WeightcacheError
+from weightcache.standby.control import Command, Reply, decode_command, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MODE = 0o660
+MOST_CLIENTS = 32
+PATIENCE = 10.0
+"""Seconds that a client has for its command."""
+AT_ONCE = 100
+
+
+class Control:
+    """Listens at ``path``, where nobody else does; ``carry_out`` answers a command at once."""
+
+    def __init__(self, path: Path, carry_out: Callable[[Command], Reply]) -> None:
+        self._path = path
+        self._carry_out = carry_out
+        self._clients: dict[int, tuple[socket.socket, float]] = {}
+        path.unlink(missing_ok=True)
+        self._selector = selectors.EpollSelector()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            before = os.umask(0o777 & ~MODE)
+            try:
+                self._listener.bind(os.fspath(path))
+            finally:
+                os.umask(before)
+            self._listener.listen(MOST_CLIENTS)
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """Readable when somebody came or asked."""
+        return self._selector.fileno()
+
+    def attend(self) -> None:
+        """Answer who has asked, and let go of who does not."""
+        for _ in range(AT_ONCE):
+            if not (ready := self._selector.select(0)):
+                break
+            for key, _ in ready:
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._answer(self._forget(key.fd))
+        now = time.monotonic()
+        for fd, (_, came) in list(self._clients.items()):
+            if now - came > PATIENCE:
+                self._forget(fd).close()
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._clients) >= MOST_CLIENTS:
+            client.close()
+            return
+        client.setblocking(False)
+        self._clients[client.fileno()] = client, time.monotonic()
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _forget(self, fd: int) -> socket.socket:
+        client, _ = self._clients.pop(fd)
+        self._selector.unregister(client)
+        return client
+
+    def _answer(self, client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError):
+            try:
+                data = transport.receive_packet(client).data
+                if not data:
+                    return
+                reply = self._carry_out(decode_command(data))
+            except WeightcacheError as error:
+                reply = Reply(False, error.message)
+            except ValueError as error:
+                reply = Reply(False, f"that is no command ({str(error)[:200]})")
+            transport.send_packet(client, encode(reply))
+
+    def close(self) -> None:
+        """Remove the socket."""
+        for fd in list(self._clients):
+            self._forget(fd).close()
+        self._listener.close()
+        self._selector.close()
+        self._path.unlink(missing_ok=True)

@@ -1,0 +1,249 @@
+"""Directs the engine of one slot (docs/standby.md): what its processes say comes in, orders to them go out.
+
+It reads no clock, opens no file and talks to nobody itself: who has it gives it the time (seconds on CLOCK_MONOTONIC)
+and carries out what it wants of the world. One director is for one engine; the next engine gets another one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from weightcache.errors import WeightcacheError
+from weightcache.launch.orders import MAIN, Pending, Step, role
+from weightcache.launch.promotion import Trial
+from weightcache.launch.world import Limits, Member, World, named
+from weightcache.standby import messages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from weightcache.standby.messages import Answer, Done, Order, Process, Role
+    from weightcache.standby.status import Promotion
+
+_STAYS = (Step.OWNING, Step.ACCEPTING, Step.ACTIVE, Step.DRAINING, Step.RELEASING, Step.YIELDING)
+"""While the lock is this engine's, it should not just end: requests may run."""
+LOOK = 1.0
+"""Seconds between two looks at the marker, which the other launcher may make and remove."""
+REST_LOOK = 0.02
+"""Seconds between two looks whether somebody has taken the lock that this engine gave back."""
+
+
+@dataclass(slots=True)
+class Director:
+    """Events come in as method calls, each with the time; ``step``, ``role`` and ``promotion`` say how it stands."""
+
+    world: World
+    ranks: int
+    limits: Limits
+    began: float
+    members: dict[int, Member] = field(default_factory=dict)
+    step: Step = Step.STARTING
+    promotion: Promotion | None = None
+    """The last one."""
+    stopping: bool = False
+    _parked: bool = False
+    _woken: bool = False
+    _pending: Pending = field(default_factory=Pending)
+    _trial: Trial | None = None
+    _rest_until: float = 0.0
+    _look_at: float = 0.0
+
+    @property
+    def role(self) -> Role:
+        """What this engine is."""
+        return role(self.step, self._parked, self._rest_until > 0)
+
+    @property
+    def own(self) -> tuple[Process, ...]:
+        """The processes that have KV memory when this engine is active."""
+        return tuple(member.process for rank, member in sorted(self.members.items()) if rank != MAIN)
+
+    # -- what comes in -------------------------------------------------------------------------------------------------
+
+    def joined(self, rank: int, process: Process, now: float) -> None:
+        """A process said who it is."""
+        self.members[rank] = Member(process, beat=now)
+
+    def heard(self, rank: int, answer: Answer, now: float) -> None:
+        """A process that has joined said something."""
+        if self.step is Step.ENDED:
+            return
+        member = self.members[rank]
+        member.beat = now
+        if isinstance(answer, messages.Ready):
+            member.ready = True
+            if self.step is Step.STARTING and len(self.members) > self.ranks and self._all_ready():
+                self.step = Step.RESTING
+                self.tick(now)
+        elif isinstance(answer, messages.Done):
+            self._done(rank, answer, now)
+        elif not isinstance(answer, messages.Beat):
+            self._end(f"{named(rank)} joined twice")
+
+    def lost(self, rank: int, why: str) -> None:
+        """A process is gone, or as good as that."""
+        if self.stopping and self.step not in _STAYS:
+            self.step = Step.ENDED  # as it should be: it was told to end, and takes the time that it needs
+        else:
+            self._end(f"{named(rank)} {why}")
+
+    def retire(self, now: float) -> str:
+        """Let the other slot be promoted. Why not, or an empty text."""
+        if self.step is not Step.ACTIVE:
+            return f"it is not active, but {self.role}"
+        if (other := self.world.other()) != "standby":
+            return f"nobody would take over: the other slot is {other}, not standby"
+        self._drain(now)
+        return ""
+
+    def stop(self, now: float) -> bool:
+        """The engine is to end: an active one retires first. Whether it can end now; ask again after each event."""
+        self.stopping = True
+        if self.step is Step.ACTIVE:
+            self._drain(now)
+        return self.step not in _STAYS
+
+    def tick(self, now: float) -> None:
+        """Time has passed, or the marker was made or removed."""
+        if self.step is Step.ENDED:
+            return
+        self._look_at = now + LOOK
+        self._see_marker()
+        if late := self._pending.late(now):
+            self._end(f"{named(late.rank)} did not carry out {late.name} within {late.seconds:.0f} s")
+        elif now >= self._hung_at():
+            self._end(self._silent(now))
+        elif self.step is Step.ACTIVE and self._parked:
+            self._drain(now)
+        elif self.step is Step.RESTING:
+            try:
+                self._settle(now)
+            except WeightcacheError as error:
+                self._end(error.message)
+
+    def due(self) -> float:
+        """When ``tick`` has something to do, if nothing happens before."""
+        if self.step is Step.ENDED:
+            return math.inf
+        return min(self._pending.due(), self._hung_at(), self._look_at)
+
+    def healthy(self, now: float) -> bool:
+        """Whether every rank was heard of lately, or the engine is starting and may be silent."""
+        return self.step is not Step.ENDED and now < self._hung_at()
+
+    # -- the steps -----------------------------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """With nothing under way: wait for the lock, unless somebody else is to have it."""
+        if self.stopping or self._parked:
+            self._rest_until = 0.0
+        elif now < self._rest_until and not self.world.taken():
+            self._look_at = now + REST_LOOK
+        else:
+            self._rest_until = 0.0
+            self._order(Step.ELECTING, (MAIN,), messages.Elect, math.inf, now)
+
+    def _done(self, rank: int, answer: Done, now: float) -> None:
+        order = self._pending.answered(rank, answer.order)
+        if order is None:
+            self._end(f"{named(rank)} answered an order that it was not given")
+        elif answer.problem:
+            self._end(f"{named(rank)}: {answer.problem}")
+        else:
+            if self._trial is not None:
+                self._trial.steps(answer.seconds)
+            if not self._pending:
+                self._next(now)
+
+    def _next(self, now: float) -> None:
+        """Every order of this step was carried out."""
+        try:
+            match self.step:
+                case Step.ELECTING:
+                    self._elected(now)
+                case Step.OWNING:
+                    self._reached("own", now)
+                    self._order(Step.ACCEPTING, (MAIN,), messages.Accept, self.limits.order, now)
+                case Step.ACCEPTING:
+                    self._accepting(now)
+                case Step.DRAINING:
+                    self._order(Step.RELEASING, range(self.ranks), messages.Release, self.limits.order, now)
+                case Step.RELEASING:
+                    self.world.enroll(())
+                    self._order(Step.YIELDING, (MAIN,), messages.Yield, self.limits.order, now)
+                case _:  # the lock was given back
+                    self._rest_until = now + self.limits.rest if self.step is Step.YIELDING else 0.0
+                    self.step = Step.RESTING
+                    self.tick(now)
+        except WeightcacheError as error:
+            self._end(error.message)
+
+    def _elected(self, now: float) -> None:
+        self._see_marker()  # whoever parks the engine may have told the other slot first
+        if self._parked or self.stopping:
+            self._order(Step.REFUSING, (MAIN,), messages.Yield, self.limits.order, now)
+            return
+        fence = tuple(process for process in self.world.fence() if process not in self.own)
+        self._trial = Trial(now, bool(fence), self.world.other(), self._woken)
+        # From here on nobody can miss anyone of them, whatever dies when.
+        self.world.enroll((*fence, *self.own))
+        self._reached("roster", now)
+        self._order(Step.OWNING, range(self.ranks), lambda number: messages.Own(number, fence), self.limits.own, now)
+
+    def _accepting(self, now: float) -> None:
+        self._reached("accept", now)
+        self.step = Step.ACTIVE
+        self._woken = False
+        if self._trial is not None:
+            self.promotion, self._trial = self._trial.promotion(now), None
+        self.world.enroll(self.own)
+        if self._parked or self.stopping:
+            self._drain(now)
+
+    def _reached(self, phase: str, now: float) -> None:
+        if self._trial is not None:
+            self._trial.reached(phase, now)
+
+    def _drain(self, now: float) -> None:
+        seconds = self.limits.drain
+        make = lambda number: messages.Retire(number, seconds)  # noqa: E731
+        self._order(Step.DRAINING, (MAIN,), make, seconds + self.limits.margin, now)
+
+    def _order(
+        self, step: Step, ranks: Iterable[int], make: Callable[[int], Order], seconds: float, now: float
+    ) -> None:
+        self.step = step
+        for rank in ranks:
+            order = make(self._pending.number())
+            self._pending.given(rank, order, seconds, now)
+            if not self.world.send(rank, order):
+                self._end(f"{named(rank)} takes no orders")
+                return
+
+    def _end(self, reason: str) -> None:
+        if self.step is not Step.ENDED:
+            self.step = Step.ENDED
+            self.world.end(reason)
+
+    # -- what it looks at ----------------------------------------------------------------------------------------------
+
+    def _see_marker(self) -> None:
+        parked = self.world.parked()
+        self._woken = not parked and (self._woken or self._parked)
+        self._parked = parked
+
+    def _all_ready(self) -> bool:
+        return all(member.ready for member in self.members.values())
+
+    def _hung_at(self) -> float:
+        if self.step is Step.STARTING:
+            return self.began + self.limits.start
+        return self.limits.hang + min(member.beat for rank, member in self.members.items() if rank != MAIN)
+
+    def _silent(self, now: float) -> str:
+        if self.step is Step.STARTING:
+            return f"the engine is not ready after {now - self.began:.0f} s"
+        rank = min((rank for rank in self.members if rank != MAIN), key=lambda rank: self.members[rank].beat)
+        return f"{named(rank)} has said nothing for {now - self.members[rank].beat:.1f} s"

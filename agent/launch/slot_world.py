@@ -1,0 +1,66 @@
+"""The world as it is for one engine of a slot: its processes, the files of both slots, and what ends it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from weightcache.standby import locks, roster, status
+from weightcache.standby.messages import Accept
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterable
+
+    from weightcache.launch.channel import Channel
+    from weightcache.standby.messages import Order, Process, Role
+    from weightcache.standby.places import EnginePaths, SlotName
+
+
+class SlotWorld:
+    """See weightcache.launch.world.World. ``listener`` stays the caller's; ``ended`` says why the engine is to end."""
+
+    def __init__(self, name: SlotName, paths: EnginePaths, channel: Channel, listener: socket.socket) -> None:
+        self._other = name.other
+        self._paths = paths
+        self._channel = channel
+        self._listener = listener
+        self.inherited: tuple[Process, ...] = ()
+        """Who was in the roster when this engine was elected last."""
+        self.ended: str | None = None
+
+    def send(self, rank: int, order: Order) -> bool:
+        """Give an order; the listening socket goes with Accept."""
+        return self._channel.send(rank, order, [self._listener.fileno()] if isinstance(order, Accept) else [])
+
+    def fence(self) -> tuple[Process, ...]:
+        """The roster."""
+        self.inherited = roster.read(self._paths.roster)
+        return self.inherited
+
+    def enroll(self, processes: Iterable[Process]) -> None:
+        """Write the roster."""
+        roster.write(self._paths.roster, tuple(processes))
+
+    def taken(self) -> bool:
+        """Whether anybody accepts, or is about to."""
+        return locks.is_taken(self._paths.lock, 0)
+
+    def parked(self) -> bool:
+        """Whether the marker is there."""
+        return os.path.lexists(self._paths.parked)
+
+    def other(self) -> Role:
+        """What the other slot says of itself."""
+        return other(self._paths, self._other)
+
+    def end(self, reason: str) -> None:
+        """Kill who has joined now; who holds this sees to the rest."""
+        self.ended = reason
+        self._channel.kill()
+
+
+def other(paths: EnginePaths, name: SlotName) -> Role:
+    """What the launcher of a slot says of its engine; down without one."""
+    found, _ = status.read(paths.status(name.slot))
+    return found.role if found is not None else "down"

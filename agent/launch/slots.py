@@ -1,0 +1,85 @@
+"""`wcache-launch --wcache-slot NAME-a`: an engine's file in place of a command line, and the slot that it is for."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weightcache.errors import UsageError
+from weightcache.launch import layout, listener
+from weightcache.launch.board import Board
+from weightcache.launch.notify import Manager
+from weightcache.launch.reports import MAX_SOCKET_PATH
+from weightcache.launch.slot import Slot
+from weightcache.launch.world import Limits
+from weightcache.sglang_options import why_no_socket
+from weightcache.standby import engine_config, fence
+from weightcache.standby.places import EnginePaths
+from weightcache.standby.status import SlotStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from weightcache.launch.arguments import Options
+    from weightcache.sglang_options import Given
+    from weightcache.standby.engine_config import EngineConfig
+    from weightcache.standby.places import SlotName
+
+
+def completed(options: Options, name: SlotName) -> tuple[Options, EngineConfig]:
+    """The options with all that the engine's file says, whose environment is this process's from now on.
+
+    Raises ConfigError.
+    """
+    config = engine_config.load(name.engine)
+    table = config.engine
+    os.environ.update(table.environment)
+    return replace(
+        options,
+        sglang=config.sglang,
+        python=table.python,
+        on_mismatch=table.on_mismatch,
+        # No warm workers: the other slot's engine is warmer, and they would take memory twice.
+        without=tuple({*table.without, "workers"}),
+        restart=True,
+    ), config
+
+
+@contextmanager
+def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot]:
+    """The slot, as long as this launcher has it. Raises UsageError."""
+    manager = Manager.of(os.environ)
+    paths = EnginePaths.of(name.engine)
+    paths.prepare()
+    _check_paths(paths, name)
+    if why := why_no_socket(launch, os.environ):
+        raise UsageError(f"this engine cannot be in a slot: {why}")
+    handed = listener.handed_in(os.environ, config.port)
+    if handed is None:
+        raise UsageError(
+            f"{name} was given no listening socket: it takes requests from weightcache-http@{name.engine}.socket, "
+            f"which systemd hands to weightcache-engine@{name}.service"
+        )
+    standby = config.standby
+    limits = Limits(standby.own_seconds, standby.drain_seconds, standby.hang_seconds)
+    initial = SlotStatus(
+        name.engine,
+        name.slot,
+        "starting",
+        0.0,
+        fence.identify(os.getpid()),
+        priority=config.engine.priority,
+        model=config.model,
+        listen=config.listen,
+    )
+    board = Board(paths.status(name.slot), initial)
+    with handed, Slot(name, paths, handed, limits, len(layout.ranks(launch)), board, manager) as slot:
+        yield slot
+
+
+def _check_paths(paths: EnginePaths, name: SlotName) -> None:
+    for path in (paths.control(name.slot), paths.private(name.slot)):
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            raise UsageError(f"{path} is too long for a socket: choose a shorter directory as $WEIGHTCACHE_RUNTIME_DIR")

@@ -1,0 +1,70 @@
+"""What a slot's director works with: the world as it wants it, its limits, and the processes it knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from weightcache.launch.orders import MAIN
+from weightcache.standby.messages import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from weightcache.standby.messages import Order, Role
+
+
+class World(Protocol):
+    """What a director wants of the world. Whatever raises a WeightcacheError ends the engine."""
+
+    def send(self, rank: int, order: Order) -> bool:
+        """Give an order; False if the process takes none (any more). Accept gets the listening socket."""
+
+    def fence(self) -> tuple[Process, ...]:
+        """Who may still write KV memory: the roster. Raises WeightcacheError."""
+
+    def enroll(self, processes: Iterable[Process]) -> None:
+        """Write the roster. Raises WeightcacheError."""
+
+    def taken(self) -> bool:
+        """Whether anybody has the lock's byte 0."""
+
+    def parked(self) -> bool:
+        """Whether the marker of a parked engine is there."""
+
+    def other(self) -> Role:
+        """What the other slot's engine is."""
+
+    def end(self, reason: str) -> None:
+        """Kill the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. ``own``, ``drain``, ``hang``: see docs/standby.md. ``order``: for any order without a limit of its own.
+
+    ``start``: until a process that says nothing yet counts as hung. ``rest``: how long one that has retired leaves the
+    lock to others. ``margin``: how much longer than ``drain`` retiring may take.
+    """
+
+    own: float
+    drain: float
+    hang: float
+    order: float = 30.0
+    start: float = 1800.0
+    rest: float = 10.0
+    margin: float = 45.0
+
+
+@dataclass(slots=True)
+class Member:
+    """A process of the engine. ``beat``: when it was heard of last."""
+
+    process: Process
+    ready: bool = False
+    beat: float = 0.0
+
+
+def named(rank: int) -> str:
+    """A process of the engine, in a sentence."""
+    return "the main process" if rank == MAIN else f"rank {rank}"
