@@ -14,6 +14,8 @@ from weightcache.cli import (
     control,
     deployment,
     doctor,
+    engines,
+    engines_verbs,
     leave,
     load,
     metrics,
@@ -39,6 +41,8 @@ examples:
   wcache attach --check                map what is resident without an engine and compare its digests
   wcache drain --rank 1 --wait 300     stop giving out rank 1's weights, wait for its engines, free them
   wcache config set memory.backend host
+  wcache engines                       which engines are active, and which stand by
+  wcache promote NAME                  let an engine's standby take over
   wcache starts show                   what the last start of an engine spent its time on
   wcache rehearse                      have an engine's kernels compiled before one is needed
   wcache caches                        which compiled kernels are kept
@@ -56,6 +60,7 @@ exit status:
 environment:
   WEIGHTCACHE_RUNTIME_DIR   directory of the sockets, where neither option nor configuration names one
   WEIGHTCACHE_STATE_DIR     directory of what launches remember, where it is not ~/.local/state/weightcache
+  WEIGHTCACHE_ENGINES_DIR   directory of the files that describe engines, where it is not /etc/weightcache/engines
   WEIGHTCACHE_NODE_RANK     which of deployment.nodes this host is, where its names and addresses do not say so
   WEIGHTCACHE_TRACEBACK=1   show where in the program an error came from
   NO_COLOR                  never use colour"""
@@ -74,6 +79,8 @@ def parser() -> Parser:
         attach,
         control,
         config_command,
+        engines,
+        engines_verbs,
         parity,
         rehearse,
         caches,
