@@ -17,6 +17,8 @@ from weightcache.engine import adapter
 CAPTURE_PREFILL = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph"
 PREFILL_RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 PREFILL_CAPTURE = f"{PREFILL_RUNNER}.capture"
+DECODE_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+DECODE_CAPTURE = f"{DECODE_RUNNER}.capture"
 ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 
 BACKEND = "breakable"
@@ -37,6 +39,12 @@ _AT_ONCE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_pdmux", (None, False), "prefill and decode on parts of the device"),
     ("enable_two_batch_overlap", (None, False), "overlapped batches"),
 )
+_DECODE_AT_ONCE: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("enable_torch_compile", (None, False), "torch.compile"),
+    ("enable_profile_cuda_graph", (None, False), "a profile of the captures"),
+    ("disable_cuda_graph_padding", (None, False), "batches that are not padded"),
+)
+DECODE_BACKEND = "full"
 _SWITCHES = ("SGLANG_ENABLE_CUDA_GRAPH_DEDUP", "SGLANG_ENABLE_GRAPH_POOL_BORROW", "SGLANG_ENABLE_GRAPH_POOL_PRECARVE")
 """They look at all graphs of one capture together."""
 
@@ -52,8 +60,20 @@ def captures_prefill(model_runner: Any) -> bool:
     )
 
 
+def captures_decode(runner: Any) -> bool:
+    """Whether this runner captures decode graphs of the kind whose capture can wait."""
+    model_runner = runner.model_runner
+    config = adapter.resolved(model_runner.server_args, "cuda_graph_config")
+    decode = getattr(config, "decode", None)
+    return (
+        getattr(decode, "backend", None) == DECODE_BACKEND
+        and model_runner.device == "cuda"
+        and not model_runner.is_draft_worker
+    )
+
+
 def why_at_once(model_runner: Any) -> str:
-    """What forbids to capture the prefill graphs of a serving engine, or an empty text."""
+    """What forbids to capture graphs in a serving engine, or an empty text."""
     for name, harmless, what in _AT_ONCE:
         if adapter.resolved(model_runner.server_args, name) not in harmless:
             return what
@@ -65,10 +85,23 @@ def why_at_once(model_runner: Any) -> str:
     # A dummy batch would run on the states of real requests, whose slots it names by small numbers.
     if getattr(getattr(model_runner, "req_to_token_pool", None), "mamba_pool", None) is not None:
         return "layers that keep a state for each request"
+    return ""
+
+
+def why_prefill_at_once(model_runner: Any) -> str:
+    """The same, for prefill graphs alone."""
     sizes = adapter.resolved(model_runner.server_args, "cuda_graph_config").prefill.bs or ()
     if max(sizes, default=0) > model_runner.model_config.context_len:
         return "a context that is shorter than the largest graph"
     return ""
+
+
+def why_decode_at_once(runner: Any) -> str:
+    """The same, for decode graphs alone."""
+    for name, harmless, what in _DECODE_AT_ONCE:
+        if adapter.resolved(runner.model_runner.server_args, name) not in harmless:
+            return what
+    return "batches that are not padded" if runner.disable_padding else ""
 
 
 def no_graphs() -> Any:
@@ -86,10 +119,11 @@ def is_prefill_runner(runner: Any) -> bool:
     return isinstance(runner, PrefillCudaGraphRunner)
 
 
-def account(model_runner: Any, gigabytes: float, seconds: float) -> None:
-    """Note what the capture of prefill graphs took, where /server_info and the log look for it."""
+def account(model_runner: Any, phase: str, gigabytes: float, seconds: float) -> None:
+    """Note what a capture of graphs took besides, where /server_info and the log look for it."""
     for name, value in (("graph_memory_usage", gigabytes), ("graph_time_usage", seconds)):
-        setattr(model_runner, name, {**getattr(model_runner, name), "prefill": value})
+        known = getattr(model_runner, name)
+        setattr(model_runner, name, {**known, phase: known.get(phase, 0.0) + value})
 
 
 def new_stream(prefill: Any) -> Any:
@@ -102,21 +136,47 @@ def only(prefill: Any, sizes: Sequence[int], stream: Any, output: Any) -> Iterat
     """Inside the block ``prefill.capture()`` captures these sizes only (numbers of tokens), without a bar.
 
     ``stream`` is where 0.5.17 captures, which takes another one for each call; ``output`` the buffer that earlier
-    captures wrote to, or None for the first one: SGLang would make another one for each call. When the block has been
-    left, the device has done it all: what serves does not wait for this stream.
+    captures wrote to, or None for the first one: SGLang would make another one for each call.
     """
-    module: Any = sys.modules[type(prefill).__module__]
-    kept = prefill.capture_num_tokens, module.tqdm, module.freeze_gc, module.graph_capture
-    # They may be shared with what serves, and hold a batch's positions: a capture would write its keys there.
-    prefill.buffers.reset_index_buffers()
+    kept = prefill.capture_num_tokens
     prefill.capture_num_tokens = list(sizes)
+    if output is not None:
+        prefill.backend._alloc_full_buffer = lambda *_: output
+    try:
+        with _beside_requests(prefill, stream):
+            yield
+    finally:
+        prefill.capture_num_tokens = kept
+        if output is not None:
+            del prefill.backend._alloc_full_buffer
+
+
+@contextmanager
+def only_decode(decode: Any, sizes: Sequence[int], stream: Any) -> Iterator[None]:
+    """Inside the block ``decode.capture()`` captures these sizes only (numbers of requests), without a bar."""
+    kept = decode.capture_bs
+    decode.capture_bs = list(sizes)
+    try:
+        with _beside_requests(decode, stream):
+            yield
+    finally:
+        decode.capture_bs = kept
+
+
+@contextmanager
+def _beside_requests(runner: Any, stream: Any) -> Iterator[None]:
+    """A capture between two requests. When the block has been left, the device has done it all: what serves does not
+    wait for this stream.
+    """
+    module: Any = sys.modules[type(runner).__module__]
+    kept = module.tqdm, module.freeze_gc, module.graph_capture
+    # They may be shared with what serves, and hold a batch's positions: a capture would write its keys there.
+    runner.buffers.reset_index_buffers()
     module.tqdm = _Quiet
     begin = module.graph_capture
     module.graph_capture = lambda stream=stream: begin(stream=stream)
     # A full collection before and after each size would take longer than its capture.
     module.freeze_gc = lambda _: contextlib.nullcontext()
-    if output is not None:
-        prefill.backend._alloc_full_buffer = lambda *_: output
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -124,10 +184,8 @@ def only(prefill: Any, sizes: Sequence[int], stream: Any, output: Any) -> Iterat
     finally:
         if collecting:
             gc.enable()
-        prefill.capture_num_tokens, module.tqdm, module.freeze_gc, module.graph_capture = kept
-        if output is not None:
-            del prefill.backend._alloc_full_buffer
-        prefill.device_module.synchronize()
+        module.tqdm, module.freeze_gc, module.graph_capture = kept
+        runner.device_module.synchronize()
 
 
 class _Quiet:

@@ -1,9 +1,10 @@
-"""Prefill graphs are captured after the first answers, while the engine is idle, instead of before them.
+"""Graphs are captured after the first answers, while the engine is idle, instead of before them.
 
-Decode graphs take a second, prefill graphs of a model for one GPU more than ten. Until they are there prefill runs
-eagerly: the same kernels, launched one by one, on batches that are not padded, so that the low-order bits of a result
-may differ before and after. One size is captured at a time, and a request that comes meanwhile waits for that one only.
-Nothing of the engine's arguments or of its KV pool changes, which has left room for the graphs.
+Decode graphs of a model for one GPU take some five seconds, prefill graphs more than ten. Of decode graphs a few are
+enough to begin with (weightcache.engine.late_decode). Until prefill graphs are there prefill runs eagerly: the same
+kernels, launched one by one, on batches that are not padded, so that the low-order bits of a result may differ before
+and after. One size is captured at a time, and a request that comes meanwhile waits for that one only. Nothing of the
+engine's arguments or of its KV pool changes, which has left room for the graphs.
 
 All ranks do the same in the same step: a rank that captures waits for the others inside collectives.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from weightcache.engine import adapter_graphs as sglang, state
+from weightcache.engine.late_decode import LateDecode
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +54,33 @@ class Late:
     batches: int = 0
     active: float = 0.0
     """When something ran last."""
+    decode: LateDecode = field(init=False)
+    reason: str | None = None
+    """Why no capture may wait, as soon as that was asked."""
+
+    def __post_init__(self) -> None:
+        self.decode = LateDecode(self._why_at_once)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
         """What is hooked in a scheduler."""
         return {
             sglang.CAPTURE_PREFILL: self.around_capture_prefill,
             sglang.PREFILL_CAPTURE: self.around_capture,
+            sglang.DECODE_CAPTURE: self.around_capture_decode,
             sglang.ON_IDLE: self.around_on_idle,
         }
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything is to be captured yet."""
+        return self.model_runner is not None or bool(self.decode.left)
 
     def around_capture_prefill(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Answer that there are no graphs, once, and remember whose they are."""
         model_runner = kwargs.get("model_runner")
         if self.model_runner is not None or not self._would_wait(model_runner):
             return original(*args, **kwargs)
-        why = self._why_at_once(model_runner)
+        why = self._why_at_once(model_runner) or self._why_prefill(model_runner)
         if not sglang.all_ranks(not why):
             logger.info("weightcache: prefill graphs are captured before the first answer: %s", why or "another rank's")
             graphs = original(*args, **kwargs)
@@ -86,7 +100,23 @@ class Late:
             logger.warning("weightcache: prefill graphs are captured before the first answer", exc_info=True)
             return False
 
+    def around_capture_decode(self, original: Callable[..., Any], runner: Any) -> Any:
+        """Capture a few sizes now, if the hooks are there with which the others follow."""
+        if self.decode.begun or not self.took(self.hooks().keys()):
+            return original(runner)
+        self.active = time.monotonic()
+        result = self.decode.around_capture(original, runner)
+        if self.reason:
+            self._mark(capturing=False)
+        return result
+
     def _why_at_once(self, model_runner: Any) -> str:
+        """The answer is found once: a marker is removed by a capture that came at once."""
+        if self.reason is None:
+            self.reason = self._find_reason(model_runner)
+        return self.reason
+
+    def _find_reason(self, model_runner: Any) -> str:
         if not state.process.shares_weights:
             return "the weights came from disk"
         if self.marker is not None and self.marker.exists():
@@ -94,6 +124,12 @@ class Late:
         try:
             return sglang.why_at_once(model_runner)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's vote
+            return f"{type(error).__name__}: {error}"
+
+    def _why_prefill(self, model_runner: Any) -> str:
+        try:
+            return sglang.why_prefill_at_once(model_runner)
+        except Exception as error:  # noqa: BLE001 - the same
             return f"{type(error).__name__}: {error}"
 
     def _mark(self, capturing: bool) -> None:
@@ -109,10 +145,10 @@ class Late:
 
     def around_on_idle(self, original: Callable[..., Any], scheduler: Any) -> Any:
         """Take one step, if there is one to take."""
-        if self.model_runner is None:
+        if not self.waits:
             return original(scheduler)
         self.step(scheduler)
-        if self.left:
+        if self.left or self.decode.left:
             with sglang.awake(scheduler):
                 return original(scheduler)
         return original(scheduler)
@@ -125,18 +161,29 @@ class Late:
         """
         if not sglang.all_ranks(self._quiet(scheduler)):
             return
-        started = time.monotonic()
         state.process.capturing = True  # until it is over, and for good where it fails
+        decode = bool(self.decode.left)
         try:
-            if self.prefill is None:
-                self._prepare()
-            else:
-                self._capture(self.left.pop())
+            self._step_decode() if decode else self._step_prefill()
         except Exception as error:
             if not (sglang.is_out_of_memory(error) and sglang.is_alone()):
                 raise
-            self._give_up("the device has no memory left")
+            why = "the device has no memory left"
+            self.decode.give_up(why) if decode else self._give_up(why)
         state.process.capturing = False
+        if not self.waits:
+            self._mark(capturing=False)
+
+    def _step_decode(self) -> None:
+        self._mark(capturing=True)
+        self.decode.step()
+
+    def _step_prefill(self) -> None:
+        started = time.monotonic()
+        if self.prefill is None:
+            self._prepare()
+        else:
+            self._capture(self.left.pop())
         self.seconds += time.monotonic() - started
         if self.prefill is not None and not self.left:
             self._finish()
@@ -177,7 +224,7 @@ class Late:
     def _finish(self) -> None:
         runner, prefill = self.model_runner, self.prefill
         taken = max(self.free_before - sglang.free_bytes(runner), 0) / 2**30
-        sglang.account(runner, taken, self.seconds)
+        sglang.account(runner, "prefill", taken, self.seconds)
         runner.prefill_cuda_graph_runner = prefill
         number = len(prefill.capture_num_tokens)
         logger.info("weightcache: captured %d prefill graphs in %.1f s, %.2f GiB", number, self.seconds, taken)
@@ -190,4 +237,3 @@ class Late:
     def _forget(self) -> None:
         self.model_runner = self.prefill = self.stream = self.output = None
         self.left = []
-        self._mark(capturing=False)

@@ -33,7 +33,7 @@ as its supervisor: signals and the exit status are passed through, one line a ra
                                 needs weightcache-http@NAME.socket; restart mode, without warm workers
   --wcache-without LEVERS       do not use these to shorten the start, separated by commas:
                                 caches: compiled kernels are kept in a directory for this environment alone
-                                graphs: prefill graphs are captured after the first answers, when the engine is idle
+                                graphs: most graphs are captured after the first answers, when the engine is idle
                                 warmup: no warm-up requests when the same start succeeded before
                                 workers: (restart mode) the next engine's processes have imported SGLang already
   --wcache-runtime-dir DIR      where the agents' sockets are (else $WEIGHTCACHE_RUNTIME_DIR, else the configuration's,

@@ -98,6 +98,7 @@ def targets() -> Iterator[str]:
         adapter.LOAD_PLUGINS,
         adapter_graphs.CAPTURE_PREFILL,
         adapter_graphs.PREFILL_CAPTURE,
+        adapter_graphs.DECODE_CAPTURE,
         adapter_graphs.ON_IDLE,
         adapter_server.WAIT_AND_WARMUP,
         adapter_server.SERVER_STARTUP,
@@ -159,13 +160,26 @@ def signatures() -> Iterator[str]:
         if torch.get_default_dtype() is not torch.float16:
             yield "set_default_torch_dtype does nothing"
     names = ("tqdm", "freeze_gc", "graph_capture")
-    prefill = importlib.import_module(adapter_graphs.PREFILL_RUNNER.rpartition(".")[0])
-    if missing := [name for name in names if not hasattr(prefill, name)]:
-        yield f"{prefill.__name__} lacks {missing}"
-    if "stream" not in parameters(prefill.graph_capture):
-        yield "graph_capture takes no stream"
-    if not callable(getattr(prefill.PrefillInputBuffers, "reset_index_buffers", None)):
-        yield "PrefillInputBuffers has no reset_index_buffers"
+    prefill, decode = (
+        importlib.import_module(name.rpartition(".")[0])
+        for name in (adapter_graphs.PREFILL_RUNNER, adapter_graphs.DECODE_RUNNER)
+    )
+    for module in (prefill, decode):
+        if missing := [name for name in names if not hasattr(module, name)]:
+            yield f"{module.__name__} lacks {missing}"
+        if "stream" not in parameters(module.graph_capture):
+            yield f"{module.__name__}'s graph_capture takes no stream"
+    for inputs in (prefill.PrefillInputBuffers, decode.DecodeInputBuffers):
+        if not callable(getattr(inputs, "reset_index_buffers", None)):
+            yield f"{inputs.__name__} has no reset_index_buffers"
+    source = inspect.getsource(decode.DecodeCudaGraphRunner)
+    for name in ("capture_bs", "disable_padding", "stream", "device_module"):
+        if f"self.{name}" not in source:
+            yield f"DecodeCudaGraphRunner has no {name}"
+    if "self.capture_bs" not in inspect.getsource(decode.DecodeCudaGraphRunner._capture_one_stream):
+        yield "DecodeCudaGraphRunner captures other sizes than those of capture_bs"
+    if "self.capture_bs" not in inspect.getsource(decode.DecodeCudaGraphRunner.load_batch):
+        yield "DecodeCudaGraphRunner pads to other sizes than those of capture_bs"
     if not isinstance(HookRegistry._hooks, dict) or not isinstance(HookRegistry._patched, set):
         yield "HookRegistry keeps its hooks elsewhere"
     if parameters(HookRegistry.register)[:3] != ["target", "hook", "hook_type"]:

@@ -1,4 +1,4 @@
-"""Prefill graphs that are captured later: what is asked of SGLang, in which order, and when nothing is deferred."""
+"""Graphs that are captured later: what is asked of SGLang, in which order, and when nothing is deferred."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from weightcache.engine import adapter, adapter_graphs, late_graphs, state
 
 SIZES = [4, 16, 64]
+DECODE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
 
 
 class Clock:
@@ -67,7 +68,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     @contextmanager
     def graph_capture(stream: object = None) -> Iterator[None]:
         module.streams.append(stream or object())
-        yield
+        yield module.streams[-1]
 
     class PrefillCudaGraphRunner:
         def __init__(self) -> None:
@@ -451,3 +452,167 @@ def test_the_sleeper_comes_back() -> None:
     with adapter_graphs.awake(scheduler):
         assert scheduler.idle_sleeper is None
     assert scheduler.idle_sleeper is sleeper
+
+
+class DecodeRunner:
+    """SGLang's runner of decode graphs, as far as the capture looks at it."""
+
+    def __init__(self, engine: Engine, sizes: list[int], module: Any) -> None:
+        self.model_runner = engine
+        self.capture_bs = list(sizes)
+        self.disable_padding = False
+        self.buffers = SimpleNamespace(reset_index_buffers=lambda: module.reset.append(len(self.graphs)))
+        self.device_module = SimpleNamespace(synchronize=lambda: module.synchronized.append(len(self.graphs)))
+        self.graphs: list[int] = []
+        self.stream: object = None
+        self.fails: Exception | None = None
+        self.module = module
+        self.late = engine.late
+
+    def capture(self) -> None:
+        self.late.around_capture_decode(lambda runner: runner.real_capture(), self)
+
+    def real_capture(self) -> None:
+        if self.fails is not None:
+            raise self.fails
+        with self.module.freeze_gc(True), self.module.graph_capture() as stream:
+            self.stream = stream
+            self.graphs += reversed(self.capture_bs)
+
+    def size_for(self, requests: int) -> int:
+        """SGLang's padding."""
+        size = min(size for size in self.capture_bs if size >= requests)
+        assert size in self.graphs
+        return size
+
+
+@pytest.fixture
+def decode(engine: Engine, runners: Any, monkeypatch: pytest.MonkeyPatch) -> DecodeRunner:
+    monkeypatch.setattr(DecodeRunner, "__module__", runners.__name__)
+    engine.server_args.cuda_graph_config.decode = SimpleNamespace(backend="full")
+    return DecodeRunner(engine, DECODE_SIZES, runners)
+
+
+def test_a_few_decode_graphs_first_and_every_batch_has_one(engine: Engine, decode: DecodeRunner) -> None:
+    decode.capture()
+    assert decode.graphs == [64, 8, 4, 2, 1]
+    assert [decode.size_for(requests) for requests in (1, 3, 8, 9, 64)] == [1, 4, 8, 64, 64]
+    engine.answer()
+    engine.turn(1.1)
+    engine.turn()
+    assert decode.graphs[5:] == [48]
+    assert [decode.size_for(requests) for requests in (9, 40, 50)] == [48, 48, 64]
+    for _ in DECODE_SIZES:
+        engine.turn()
+    assert sorted(decode.graphs) == decode.capture_bs == DECODE_SIZES
+    assert engine.graph_time_usage["decode"] >= 1.0
+    assert not engine.late.waits
+
+
+def test_decode_graphs_come_before_prefill_graphs(engine: Engine, decode: DecodeRunner) -> None:
+    engine.start()
+    decode.capture()
+    engine.answer()
+    engine.turn(1.1)
+    for _ in range(3):
+        engine.turn()
+    assert not engine.late.decode.left
+    assert engine.made == 0
+    for _ in range(5):
+        engine.turn()
+    assert set(engine.prefill_cuda_graph_runner.backend.graphs) == set(SIZES)
+
+
+def test_all_decode_graphs_on_one_stream_and_nothing_under_way(engine: Engine, decode: DecodeRunner) -> None:
+    decode.capture()
+    engine.answer()
+    engine.turn(1.1)
+    for _ in range(4):
+        engine.turn()
+    assert len(engine.runners.streams) == 4
+    assert len(set(map(id, engine.runners.streams[1:]))) == 1
+    assert engine.runners.reset == [5, 6, 7]
+    assert engine.runners.synchronized == [6, 7, 8]
+
+
+def test_another_capture_while_it_serves_is_sglangs_own(engine: Engine, decode: DecodeRunner) -> None:
+    """SGLang captures anew when a request wants hidden states."""
+    decode.capture()
+    decode.graphs.clear()
+    decode.capture()
+    assert decode.graphs == [64, 8, 4, 2, 1]
+    engine.answer()
+    engine.turn(1.1)
+    for _ in range(4):
+        engine.turn()
+    decode.graphs.clear()
+    decode.capture()
+    assert sorted(decode.graphs) == DECODE_SIZES
+
+
+def test_few_sizes_are_captured_at_once(engine: Engine, runners: Any, decode: DecodeRunner) -> None:
+    small = DecodeRunner(engine, [1, 2, 4], runners)
+    small.capture()
+    assert small.graphs == [4, 2, 1]
+    assert not engine.late.waits
+    assert engine.votes == []
+
+
+def test_without_memory_batches_are_padded_more(
+    engine: Engine, decode: DecodeRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    decode.capture()
+    engine.answer()
+    engine.turn(1.1)
+    decode.fails = torch.OutOfMemoryError()
+    engine.turn()
+    assert not engine.late.waits
+    assert decode.capture_bs == [1, 2, 4, 8, 64]
+    assert "3 decode graphs are not captured, batches are padded more: the device has no memory left" in caplog.text
+    assert not state.process.capturing
+
+
+def test_after_a_death_while_it_captured_everything_is_captured_at_once(
+    engine: Engine, decode: DecodeRunner, runners: Any, tmp_path: Path
+) -> None:
+    marker = engine.late.marker = tmp_path / "warmed" / "start.capturing"
+    decode.capture()
+    engine.answer()
+    engine.turn(1.1)
+    decode.fails = RuntimeError("CUDA error")
+    with pytest.raises(RuntimeError):
+        engine.turn()
+    assert marker.exists()
+    for prefill_too in (True, False):
+        marker.touch()
+        engine.late = late_graphs.Late(lambda _: True, marker)
+        if prefill_too:
+            assert engine.start().runner is not None
+        following = DecodeRunner(engine, DECODE_SIZES, runners)
+        following.capture()
+        assert sorted(following.graphs) == DECODE_SIZES
+        assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda engine, decode: setattr(decode, "disable_padding", True),
+        lambda engine, decode: setattr(engine.server_args, "enable_torch_compile", True),
+        lambda engine, decode: setattr(engine.server_args, "enable_profile_cuda_graph", True),
+        lambda engine, decode: setattr(engine.server_args, "speculative_algorithm", "EAGLE"),
+        lambda engine, decode: setattr(engine.server_args.cuda_graph_config.decode, "backend", "breakable"),
+        lambda engine, decode: setattr(engine, "is_draft_worker", True),
+        lambda engine, decode: setattr(engine.late, "took", lambda _: False),
+        lambda engine, decode: setattr(engine, "others_agree", False),
+        lambda engine, decode: setattr(state.process, "shares_weights", False),
+        lambda engine, decode: delattr(decode, "disable_padding"),
+    ],
+)
+def test_all_decode_graphs_at_once(
+    engine: Engine, decode: DecodeRunner, change: Callable[[Engine, DecodeRunner], None]
+) -> None:
+    change(engine, decode)
+    decode.capture()
+    assert sorted(decode.graphs) == DECODE_SIZES
+    assert not engine.late.waits
