@@ -69,6 +69,7 @@ class Channel:
                 self._sending.release()
 
     def _read(self) -> None:
+        why = "the launcher is gone"
         while True:
             try:
                 packet = transport.receive_packet(self._sock, max_fds=1)
@@ -78,13 +79,14 @@ class Channel:
             except ConnectionError:
                 break
             except (WeightcacheError, ValueError, OSError) as error:
-                end(f"the launcher sent what is no order ({error}), and this process ends")
+                why = f"the launcher sent what is no order ({error})"
+                break
             entry = order, packet.fds[0] if packet.fds else -1
             if type(order) in self._beside:
                 threading.Thread(target=self._carry_out, args=entry, name="weightcache-order", daemon=True).start()
             else:
                 self._orders.put(entry)
-        end("the launcher is gone, and this process ends")
+        end(f"{why}, and this process ends")
 
     def _work(self) -> None:
         while True:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from weightcache.engine import adapter_server, adapter_slot as sglang, private
+from weightcache.engine.election import Election
 from weightcache.engine.slot_channel import MAIN, Channel, Handler, timed
 from weightcache.engine.slot_requests import Requests
 from weightcache.errors import WeightcacheError
-from weightcache.standby.locks import ByteLock
 from weightcache.standby.messages import Accept, Elect, Ready, Retire, Slot, Yield
 
 logger = logging.getLogger(__name__)
@@ -44,10 +43,7 @@ class SlotServer:
         self._server: Any = None
         self._requests: Requests | None = None
         self._accepting: Any = None
-        self._lock = ByteLock(Path(slot.lock), 0)
-        os.register_at_fork(after_in_child=self._lock.close)
-        self._electing = threading.Lock()
-        self._waits = self._unwanted = False
+        self._election = Election(Path(slot.lock))
         handlers: dict[type[Any], Handler] = {
             Elect: self._elect,
             Accept: self._accept,
@@ -85,37 +81,21 @@ class SlotServer:
 
     def _elect(self, _: Elect, __: int) -> dict[str, float]:
         seconds: dict[str, float] = {}
-        with self._electing:
-            if self._waits:
-                raise WeightcacheError("this engine waits to be elected already")
-            self._waits, self._unwanted = True, False
-        try:
-            with timed(seconds, "lock"):
-                self._lock.take()
-        finally:
-            with self._electing:
-                self._waits = False
-                if self._unwanted:
-                    self._lock.give_back()
-        if self._unwanted:
-            raise WeightcacheError("the order to give the lock back came before it was taken")
+        with timed(seconds, "lock"):
+            self._election.win()
         return seconds
 
     def _yield(self, _: Yield, __: int) -> dict[str, float]:
         if self._accepting is not None:
             raise WeightcacheError("this engine accepts requests, and keeps the lock as long as it does")
-        with self._electing:
-            if self._waits:
-                self._unwanted = True
-            else:
-                self._lock.give_back()
+        self._election.give_up()
         return {}
 
     def _accept(self, _: Accept, fd: int) -> dict[str, float]:
         seconds: dict[str, float] = {}
         listener = socket.socket(fileno=fd)
         try:
-            if not self._lock.held:
+            if not self._election.won:
                 raise WeightcacheError("this engine was not elected, and accepts nothing")
             if self._accepting is not None:
                 raise WeightcacheError("this engine accepts requests already")

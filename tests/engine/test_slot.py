@@ -1,0 +1,259 @@
+"""Two real engines in the slots of one engine, directed by the test in place of their launchers.
+
+One after the other, since each test leaves the engines as the next one finds them.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.engine import support
+from tests.support.agent import eventually
+from tests.support.engine import Engine
+from tests.support.slot import MAIN, SlotLauncher
+from weightcache.engine.directive import Directive
+from weightcache.engine.private import UnixConnection
+from weightcache.standby import fence
+from weightcache.standby.locks import is_taken
+from weightcache.standby.messages import Process, Slot
+
+pytestmark = pytest.mark.timeout(400)
+
+SECONDS = 60.0
+PROMPT = support.PROMPTS[0]
+LONG = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True, "temperature": 0}}
+
+
+@dataclass(frozen=True, slots=True)
+class InSlot:
+    """An engine, its launcher, and where it listens."""
+
+    engine: Engine
+    launcher: SlotLauncher
+    slot: Slot
+
+    @property
+    def lock(self) -> Path:
+        return Path(self.slot.lock)
+
+    def ranks(self) -> list[Process]:
+        return [fence.identify(pid) for rank, pid in self.launcher.pids.items() if rank != MAIN]
+
+    def privately(self, method: str, path: str, body: Any = None) -> int:
+        connection = UnixConnection(Path(self.slot.private), SECONDS)
+        with closing(connection):
+            headers = {"Content-Type": "application/json"}
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            return connection.getresponse().status
+
+
+@dataclass(frozen=True, slots=True)
+class Two:
+    """Both, and the socket that they share."""
+
+    port: socket.socket
+    a: InSlot
+    b: InSlot
+
+
+@pytest.fixture(scope="module")
+def two(checkpoint: Path, sglang_version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    """Both engines, ready."""
+    folder = Path(tempfile.mkdtemp(prefix="wc-slot-", dir="/tmp"))
+    logs = tmp_path_factory.mktemp("slot")
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        port = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+        made = []
+        for name in ("a", "b"):
+            slot = Slot(str(folder / f"{name}.channel"), str(folder / "lock"), str(folder / f"{name}.http"))
+            launcher = stack.enter_context(SlotLauncher(Path(slot.channel)))
+            directive = Directive("engine", "host", {}, "test", from_disk="a test", slot=slot)
+            engine = support.plain(checkpoint, logs / f"{name}.log", sglang_version)
+            engine.environment |= directive.environment()
+            # As a launcher would: the port in the arguments is the one that is held.
+            engine.port = port.getsockname()[1]
+            engine.argv[engine.argv.index("--port") + 1] = str(engine.port)
+            stack.callback(engine.stop)
+            made.append(InSlot(engine.start(), launcher, slot))
+        for each in made:
+            try:
+                each.launcher.wait_ready()
+            except AssertionError:
+                pytest.fail(each.engine.tail())
+        yield Two(port, *made)
+
+
+@pytest.fixture(scope="module")
+def expected(disk: Any) -> str:
+    """What an engine without weightcache answers."""
+    return str(disk.texts[0])
+
+
+class Asking:
+    """A request on a connection of its own, from a thread."""
+
+    def __init__(self, engine: Engine, body: object) -> None:
+        self.status, self.answer, self.headers = 0, b"", {}
+        self._engine, self._body = engine, body
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._engine.port, timeout=SECONDS)
+        with closing(connection):
+            connection.request("POST", "/generate", json.dumps(self._body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            self.headers = {name.lower(): value for name, value in response.getheaders()}
+            self.answer, self.status = response.read(), response.status
+
+    def result(self) -> int:
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+        return self.status
+
+
+def generates(each: InSlot) -> bool:
+    """Whether its scheduler has work now: idle ones sleep."""
+    return psutil.Process(each.launcher.pids[0]).cpu_percent(0.2) > 50
+
+
+def takes(port: socket.socket) -> socket.socket:
+    """A connection that waits in the queue."""
+    return socket.create_connection(port.getsockname(), SECONDS)
+
+
+def test_a_standby_is_up_privately_and_nowhere_else(two: Two) -> None:
+    for each in (two.a, two.b):
+        assert sorted(each.launcher.said) == [MAIN, 0]
+        assert Path(each.slot.private).stat().st_mode & 0o777 == 0o600
+        assert each.privately("GET", "/model_info") == 200
+        # What generates is refused: a standby has no memory for it.
+        assert each.privately("GET", "/health") == 503
+        assert each.privately("POST", "/generate", LONG) == 503
+        main = psutil.Process(each.launcher.pids[MAIN])
+        inet = [c for c in main.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert not [c for c in inet if c.laddr.port == each.engine.port]
+    assert not is_taken(two.a.lock, 0)
+    assert not is_taken(two.a.lock, 1)
+    with takes(two.port) as waiting:
+        waiting.settimeout(0.5)
+        waiting.sendall(b"GET /model_info HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        with pytest.raises(TimeoutError):
+            waiting.recv(1)
+
+
+def test_event_loops_beat_while_nothing_runs(two: Two) -> None:
+    two.a.launcher.wait_beats(3)
+    two.b.launcher.wait_beats(3)
+
+
+def test_nothing_is_accepted_without_the_lock(two: Two) -> None:
+    assert "was not elected" in two.a.launcher.accept(two.port).problem
+
+
+def test_one_is_elected_and_answers_who_waited(two: Two, expected: str) -> None:
+    waiting = Asking(two.a.engine, {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 32}})
+    a = two.a.launcher
+    assert a.elect().problem == ""
+    assert is_taken(two.a.lock, 0)
+    owned = a.own()
+    assert owned.problem == ""
+    assert set(owned.seconds) == {"lock", "fence", "map"}
+    assert is_taken(two.a.lock, 1)
+    assert a.accept(two.port).problem == ""
+    assert waiting.result() == 200
+    assert json.loads(waiting.answer)["text"] == expected
+    assert two.a.engine.generate(PROMPT, 32) == expected
+    assert "accepts requests already" in a.accept(two.port).problem
+    assert "keeps the lock" in a.give_back().problem
+
+
+def test_the_other_one_waits(two: Two) -> None:
+    done = two.b.launcher.send_elect()
+    with pytest.raises(AssertionError, match="not answered"):
+        done(0.5)
+    # Orders behind one that waits are carried out, and this one ends it.
+    assert two.b.launcher.give_back().problem == ""
+    assert "given up" in done(SECONDS).problem
+
+
+def test_a_request_that_ends_in_time_is_answered(two: Two) -> None:
+    body = {**LONG, "sampling_params": {**LONG["sampling_params"], "max_new_tokens": 64}}
+    asking = Asking(two.a.engine, body)
+    eventually(lambda: generates(two.a), SECONDS)
+    done = two.a.launcher.retire(SECONDS)
+    assert done.problem == ""
+    assert asking.result() == 200
+    assert json.loads(asking.answer)["meta_info"]["completion_tokens"] == 64
+    assert asking.headers["connection"] == "close"
+    assert done.seconds["abort"] < 1
+
+
+def test_another_process_goes_on_accepting(two: Two) -> None:
+    with takes(two.port) as client:
+        two.port.settimeout(SECONDS)
+        accepted, _ = two.port.accept()
+        two.port.settimeout(None)
+        with accepted:
+            accepted.sendall(b"x")
+            assert client.recv(1) == b"x"
+
+
+def test_a_request_that_does_not_end_is_aborted_and_answered(two: Two, expected: str) -> None:
+    a = two.a.launcher
+    assert a.accept(two.port).problem == ""
+    asking = Asking(two.a.engine, LONG)
+    eventually(lambda: generates(two.a), SECONDS)
+    done = a.retire(0.2)
+    assert done.problem == ""
+    assert asking.result() == 503
+    assert asking.headers["retry-after"] == "1"
+    assert a.release().problem == ""
+    assert not is_taken(two.a.lock, 1)
+    assert a.give_back().problem == ""
+    # And again, as if nothing had been.
+    assert (a.elect().problem, a.own().problem, a.accept(two.port).problem) == ("", "", "")
+    assert two.a.engine.generate(PROMPT, 32) == expected
+
+
+def test_sigkill_frees_the_locks_and_the_other_takes_over(two: Two, expected: str) -> None:
+    b = two.b.launcher
+    done = b.send_elect()
+    old = two.a.ranks()
+    killed = time.monotonic()
+    os.kill(two.a.launcher.pids[MAIN], 9)
+    first = Asking(two.b.engine, {"text": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 32}})
+    assert done(SECONDS).problem == ""
+    owned = b.own(fence=old)
+    assert owned.problem == ""
+    assert b.accept(two.port).problem == ""
+    assert time.monotonic() - killed < 1.0, owned
+    assert not [process for process in old if fence.lives(process)]
+    assert first.result() == 200
+    assert json.loads(first.answer)["text"] == expected
+
+
+def test_an_engine_whose_launcher_is_gone_ends(two: Two) -> None:
+    family = two.b.engine.family()
+    two.b.launcher.close()
+    two.b.engine.process.wait(10)
+    eventually(lambda: not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 10)
+    assert not is_taken(two.b.lock, 0)
+    assert not is_taken(two.b.lock, 1)
+    assert "the launcher is gone" in two.b.engine.text()
