@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def all_engines(directory: Path) -> tuple[EngineView, ...]:
 def look(paths: EnginePaths) -> EngineView:
     """One engine, whether it has a file or not."""
     slots = tuple(_slot(paths, slot) for slot in SLOTS)
-    parked = paths.parked.exists()
+    parked = os.path.lexists(paths.parked)
     try:
         config = engine_config.load(paths.engine)
     except ConfigError as error:

@@ -13,8 +13,9 @@ from tests.systemd.machine import Machine
 UNITS = sorted(
     f"/usr/lib/systemd/system/{path.name}"
     for path in (REPOSITORY / "agent" / "units").iterdir()
-    if path.suffix in (".service", ".socket", ".target")
+    if path.suffix in (".service", ".socket", ".target") and path.name != "weightcache-http@.socket"
 )
+"""Without weightcache-http@.socket, which listens nowhere before an engine is set up (test_standby.py)."""
 SOCKETS = ("weightcache@0.socket", "weightcache-loader.socket")
 
 
@@ -70,13 +71,15 @@ def test_users_and_groups(machine: Machine) -> None:
 
     assert groups("weightcache") == {"weightcache", "weightcache-publish"}
     assert groups("weightcache-loader") == {"weightcache-loader", "weightcache", "weightcache-publish"}
+    assert groups("weightcache-engine") == {"weightcache-engine", "weightcache"}
     assert groups("weightcache-exporter") == {"weightcache-exporter"}
-    for user in ("weightcache", "weightcache-loader", "weightcache-exporter"):
+    for user in ("weightcache", "weightcache-loader", "weightcache-engine", "weightcache-exporter"):
         assert machine.run("getent", "passwd", user).stdout.strip().endswith("/nologin")
 
 
 def test_directory_and_sockets(machine: Machine) -> None:
     assert owner_and_mode(machine, "/run/weightcache") == "weightcache weightcache 755 directory"
+    assert owner_and_mode(machine, "/run/weightcache/engines") == "weightcache weightcache 2770 directory"
     assert owner_and_mode(machine, "/run/weightcache/0.sock") == "root weightcache 660 socket"
     assert owner_and_mode(machine, "/run/weightcache/loader.sock") == "weightcache weightcache 600 socket"
 
@@ -86,7 +89,7 @@ def test_presets_leave_the_ranks_to_the_operator(machine: Machine) -> None:
     assert enabled(machine, "weightcache-loader.socket") == "enabled"
     assert enabled(machine, "weightcache@.service") == "static"
     assert enabled(machine, "weightcache-devices.service") == "static"
-    names = ("weightcache@7.socket", "weightcache-warm@7.service")
+    names = ("weightcache@7.socket", "weightcache-warm@7.service", "weightcache-engine@e-a.service")
     for unit in (*names, "weightcache-exporter.service", "weightcache-rehearse.service"):
         assert enabled(machine, unit) == "disabled"
         machine.systemctl("enable", unit)
@@ -140,7 +143,7 @@ def test_no_rank_is_enabled_by_installing(boot: Callable[..., Machine]) -> None:
     machine = boot()
     assert machine.systemctl("is-system-running") == "running"
     found = machine.run("sh", "-c", "echo /run/weightcache/*").stdout.split()
-    assert found == ["/run/weightcache/loader.sock"]
+    assert found == ["/run/weightcache/engines", "/run/weightcache/loader.sock"]
 
 
 def test_an_enabled_rank_comes_back_after_a_reboot(boot: Callable[..., Machine]) -> None:
