@@ -26,7 +26,7 @@ _STAYS = (Step.OWNING, Step.ACCEPTING, Step.ACTIVE, Step.DRAINING, Step.RELEASIN
 """While the lock is this engine's, it should not just end: requests may run."""
 LOOK = 1.0
 """Seconds between two looks at the marker, which the other launcher may make and remove."""
-REST_LOOK = 0.02
+REST_LOOK = 0.2
 """Seconds between two looks whether somebody has taken the lock that this engine gave back."""
 
 
@@ -137,7 +137,9 @@ class Director:
 
     def _settle(self, now: float) -> None:
         """With nothing under way: wait for the lock, unless somebody else is to have it."""
-        if self.stopping or self._parked:
+        if self.stopping:
+            return
+        if self._parked:
             self._rest_until = 0.0
         elif now < self._rest_until and not self.world.taken():
             self._look_at = now + REST_LOOK
@@ -173,8 +175,12 @@ class Director:
                 case Step.RELEASING:
                     self.world.enroll(())
                     self._order(Step.YIELDING, (MAIN,), messages.Yield, self.limits.order, now)
-                case _:  # the lock was given back
-                    self._rest_until = now + self.limits.rest if self.step is Step.YIELDING else 0.0
+                case Step.YIELDING:
+                    self.step = Step.RESTING
+                    if not self._parked:
+                        # For a moment at least: whoever is elected now looks here why.
+                        self._rest_until, self._look_at = now + self.limits.rest, now + REST_LOOK
+                case _:  # the lock was given back at once
                     self.step = Step.RESTING
                     self.tick(now)
         except WeightcacheError as error:

@@ -1,0 +1,219 @@
+"""Two launchers of one engine, over a stand-in for SGLang, and clients that open a connection for each request."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import weightcache
+from tests.unit.launch.support import alive, eventually
+from weightcache.standby import control, status
+from weightcache.standby.places import EnginePaths
+
+FAKE = Path(__file__).parent / "fake"
+SOURCE = Path(weightcache.__file__).parent.parent
+NAME = "demo"
+OTHER = {"a": "b", "b": "a"}
+CODE = """
+import os, sys
+from weightcache.launch import main, restart
+from weightcache.standby import engine_config
+engine_config.LEAST_HANG = 0.1
+restart.FIRST_PAUSE = float(os.environ.get("FIRST_PAUSE", "0.05"))
+raise SystemExit(main.main(sys.argv[1:]))
+"""
+
+
+@dataclass
+class Slots:
+    """The engine ``demo``. ``notify``: the address that a slot's launcher has as $NOTIFY_SOCKET."""
+
+    folder: Path
+    runtime: Path
+    port: socket.socket
+    notify: dict[str, str] = field(default_factory=dict)
+    launchers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    hang_seconds: float = 5.0
+    more: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.paths = EnginePaths(self.runtime / "engines", NAME)
+        self.journal = self.folder / "fake"
+        self.journal.mkdir()
+        self.address = self.port.getsockname()
+        self.configure()
+
+    def configure(self, **standby: float) -> None:
+        values = {"hang_seconds": self.hang_seconds, "drain_seconds": 5.0, "own_seconds": 20.0, **standby}
+        lines = "\n".join(f"{name} = {value}" for name, value in values.items())
+        arguments = f'["--model-path", "m", "--device", "cpu", "--tp-size", "2", "--port", "{self.address[1]}"]'
+        (self.folder / "engines").mkdir(exist_ok=True)
+        (self.folder / "engines" / f"{NAME}.toml").write_text(
+            f"[engine]\narguments = {arguments}\non_mismatch = 'fallback'\nwithout = ['caches']\n"
+            f"environment = {{ FROM_FILE = 'yes' }}\n[standby]\n{lines}\n"
+        )
+
+    def start(self, *slots: str) -> None:
+        for slot in slots:
+            self.launchers[slot] = self.launcher(slot)
+
+    def launcher(self, slot: str, handed: bool = True) -> subprocess.Popen[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG", "WEIGHTCACHE", "FAKE", "NOTIFY"))}
+        env |= {
+            "PYTHONPATH": os.pathsep.join([str(FAKE), str(SOURCE)]),
+            "WEIGHTCACHE_RUNTIME_DIR": str(self.runtime),
+            "WEIGHTCACHE_ENGINES_DIR": str(self.folder / "engines"),
+            "WEIGHTCACHE_CACHE_DIR": str(self.folder / "cache"),
+            "WEIGHTCACHE_STATE_DIR": str(self.folder / f"state-{slot}"),
+            "TMPDIR": str(self.runtime),
+            "FAKE_SLOT": str(self.journal),
+            **self.notify,
+            **self.more,
+        }
+        fd = self.port.fileno()
+        hand = f"exec 3<&{fd}; export LISTEN_PID=$$ LISTEN_FDS=1 WATCHDOG_PID=$$; " if handed else ""
+        with (self.folder / f"log-{slot}").open("a") as log:
+            return subprocess.Popen(
+                ["bash", "-c", f'{hand}exec "$@"', "bash", sys.executable, "-c", CODE, "--wcache-slot", f"{NAME}-{slot}"],
+                env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, cwd=self.folder, pass_fds=[fd],
+            )  # fmt: skip
+
+    # -- what they say -------------------------------------------------------------------------------------------------
+
+    def status(self, slot: str) -> status.SlotStatus | None:
+        found, problem = status.read(self.paths.status(slot))
+        assert not problem, problem
+        return found
+
+    def role(self, slot: str) -> str:
+        found = self.status(slot)
+        return found.role if found else ""
+
+    def until(self, slot: str, role: str, seconds: float = 20) -> status.SlotStatus:
+        assert eventually(lambda: self.role(slot) == role, seconds), f"{slot}: {self.role(slot)}\n{self.log(slot)}"
+        found = self.status(slot)
+        assert found is not None
+        return found
+
+    def stand(self) -> str:
+        """Wait until one is active and the other one stands by; which one is active."""
+        assert eventually(lambda: sorted(map(self.role, "ab")) == ["active", "standby"], 30), self.say()
+        return "a" if self.role("a") == "active" else "b"
+
+    def ask(self, slot: str, verb: control.Verb) -> control.Reply:
+        return control.ask(self.paths.control(slot), control.Command(verb), 10)
+
+    def log(self, slot: str) -> str:
+        return (self.folder / f"log-{slot}").read_text()
+
+    def lines(self, slot: str) -> list[str]:
+        """What the launcher said of its slot."""
+        start = f"weightcache: slot {NAME}-{slot}: "
+        return [line[len(start) :] for line in self.log(slot).splitlines() if line.startswith(start)]
+
+    def say(self) -> str:
+        return "\n".join(f"{slot}: {self.role(slot)}\n{self.log(slot)}" for slot in "ab" if slot in self.launchers)
+
+    # -- what is done to them ------------------------------------------------------------------------------------------
+
+    def kill(self, slot: str, what: str) -> None:
+        """SIGKILL to the main process, a rank, the launcher or everything of a slot."""
+        found = self.status(slot)
+        assert found is not None
+        assert found.main is not None
+        ranks = [rank.pid for rank in found.ranks]
+        pids = {
+            "main": [found.main.pid],
+            "rank": ranks[1:],
+            "launcher": [found.launcher.pid],
+            "everything": [found.launcher.pid, found.main.pid, *ranks],
+        }[what]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if found.launcher.pid in pids:
+            self.launchers.pop(slot).wait(10)
+
+    def close(self) -> None:
+        for process in self.launchers.values():
+            process.kill()
+            process.wait(10)
+        for path in self.journal.glob("pid-*"):
+            pid = int(path.name.rpartition("-")[2])
+            with contextlib.suppress(OSError):
+                if b"sglang.launch_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda pid=pid: not alive(pid)), pid
+
+    # -- what is checked -----------------------------------------------------------------------------------------------
+
+    def owned(self) -> dict[str, list[tuple[float, float, str]]]:
+        """By kind, in order: since when, until when at least, and by which process it was owned."""
+        found: dict[str, list[tuple[float, float, str]]] = {}
+        for path in self.journal.glob("owns-*"):
+            _, kind, slot, pid, _ = path.name.split("-")
+            since, until = struct.unpack("dd", path.read_bytes())
+            found.setdefault(kind, []).append((since, until, f"{slot} {pid}"))
+        return {kind: sorted(times) for kind, times in found.items()}
+
+    def check_never_two(self) -> None:
+        for kind, times in self.owned().items():
+            for (_, until, one), (since, _, other) in zip(times, times[1:], strict=False):
+                assert until <= since, f"{kind}: {one} still had it at {until}, and {other} at {since}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``who`` is empty for a request that failed after it was connected, and None for a refused connection."""
+
+    began: float
+    ended: float
+    who: str | None
+
+
+def request(address: tuple[str, int], seconds: float = 0.0, timeout: float = 30) -> Answer:
+    began = time.monotonic()
+    try:
+        sock = socket.create_connection(address, timeout)
+    except OSError:
+        return Answer(began, time.monotonic(), None)
+    with sock:
+        data = b""
+        try:
+            sock.sendall(f"GET /{seconds or ''} HTTP/1.0\r\n\r\n".encode())
+            while chunk := sock.recv(4096):
+                data += chunk
+        except OSError:
+            data = b""
+    return Answer(began, time.monotonic(), data.rpartition(b"\r\n\r\n")[2].decode())
+
+
+@contextlib.contextmanager
+def clients(address: tuple[str, int], count: int) -> Iterator[list[Answer]]:
+    """So many clients that ask one request after the other, each on a connection of its own."""
+    answers: list[Answer] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(request(address))
+
+    threads = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield answers
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
