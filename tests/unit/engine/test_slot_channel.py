@@ -60,11 +60,13 @@ def ends_threads_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = set(threading.enumerate())
     with monkeypatch.context() as patch:
         patch.setattr("weightcache.engine.slot_channel.end", lambda why: None)
-        yield
-        for thread in set(threading.enumerate()) - before:
-            if thread.name == "weightcache-slot_read":
-                thread.join(SECONDS)
-                assert not thread.is_alive()
+        try:
+            yield
+        finally:
+            for thread in set(threading.enumerate()) - before:
+                if thread.name == "weightcache-slot_read":
+                    thread.join(SECONDS)
+                    assert not thread.is_alive()
 
 
 @pytest.fixture
