@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from weightcache.engine import adapter, adapter_kv as sglang
-from weightcache.errors import NoRoom, WeightcacheError
+from weightcache.errors import NoRoom, UsageError, WeightcacheError
 from weightcache.memory.cuda_backed import CudaBacked
 from weightcache.memory.cuda_vmm import CudaMemory
 from weightcache.standby import files
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 PLAN_BYTE = 1 << 20
 """Of the lock file: who measures."""
 MEASURE_SECONDS = 300.0
+TAKE_SECONDS = 10.0
 RETRY_SECONDS = 0.005
 """Memory of a process that died is free when it is gone, or a moment later."""
 POLL_SECONDS = 0.1
@@ -114,6 +115,24 @@ class KvBuffers:
             KvBuffers.made.remove(self)
 
 
+class ParkedMemory:
+    """The KV memory of this process as a slot's rank knows it (weightcache.engine.slot_rank.Memory)."""
+
+    def check(self, model_runner: Any) -> None:
+        """Refuse what cannot be parked yet; from now on pools are made of KvBuffers. Raises WeightcacheError."""
+        if why := sglang.why_not(model_runner):
+            raise UsageError(f"an engine in a slot has to park its KV memory, which does not work yet with {why}")
+        sglang.replace_owner(KvBuffers)
+
+    def map(self) -> None:
+        """Have all of it. Raises a WeightcacheError."""
+        take(TAKE_SECONDS)
+
+    def unmap(self) -> None:
+        """Give it back, but for the first tokens. Raises a WeightcacheError."""
+        give_back()
+
+
 def take(seconds: float) -> int:
     """Have memory behind all pools of this process within ``seconds``; bytes. Raises a WeightcacheError."""
     deadline = time.monotonic() + seconds
@@ -151,12 +170,6 @@ def hooks(plan: Path, lock: Path, reserve_bytes: int) -> dict[str, Callable[...,
         sglang.IS_BACKED_LATER: is_backed_later,
         sglang.BACK_NOW: back_now,
     }
-
-
-def check(model_runner: Any) -> None:
-    """Refuse an engine whose KV memory cannot be parked, before it has any. Raises WeightcacheError."""
-    if why := sglang.why_not(model_runner):
-        raise WeightcacheError(f"an engine in a slot has to park its KV memory, which does not work yet with {why}")
 
 
 def planned(plan: Path, lock: Path, key: list[str], measure: Callable[[], int]) -> int:

@@ -166,8 +166,9 @@ def _init_memory_pools(directive: Directive) -> Callable[..., Any]:
     """Called once, after target and draft are loaded on all ranks and before any KV memory is allocated."""
 
     def around(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        from weightcache.engine import adapter, export_role, state
+        from weightcache.engine import adapter, export_role, slot, state
 
+        slot.before_pools(scheduler)
         if directive.purpose == "loader":
             export_role.finish()
         if resident := sum(state.process.resident_bytes.values()):

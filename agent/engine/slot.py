@@ -6,6 +6,7 @@ SGLang goes on without a plugin that fails. An engine in a slot must not: it wou
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightcache.engine.directive import Directive
@@ -26,11 +27,9 @@ def join(directive: Directive) -> None:
     """In the main process: take the launcher's orders from now on, or end with the reason."""
     if (slot := _slot_of(directive)) is None:
         return
-    from weightcache.engine import slot_rank, slot_server
+    from weightcache.engine import slot_server
 
     try:
-        if why := slot_rank.refused(directive):
-            raise WeightcacheError(why)
         _server.append(slot_server.SlotServer(slot))
     except (WeightcacheError, OSError) as error:
         raise SystemExit(f"weightcache: {error}") from None
@@ -57,9 +56,21 @@ def rank_hooks(directive: Directive) -> dict[str, Callable[..., Any]]:
         return {}
     from weightcache.engine import adapter_slot, slot_rank
 
-    rank = slot_rank.SlotRank(directive, slot, slot_rank.HostMemory())
+    hooks: dict[str, Callable[..., Any]] = {}
+    memory: slot_rank.Memory = slot_rank.HostMemory()
+    if directive.backend == "cuda":
+        from weightcache.engine import parked_kv
+
+        memory, hooks = parked_kv.ParkedMemory(), parked_kv.hooks(Path(slot.plan), Path(slot.lock), slot.reserve_bytes)
+    rank = slot_rank.SlotRank(directive, slot, memory)
     _rank.append(rank)
-    return {adapter_slot.RANK_KNOWN: rank.around_rank_known, adapter_slot.INPUT: rank.around_input}
+    return {**hooks, adapter_slot.RANK_KNOWN: rank.around_rank_known, adapter_slot.INPUT: rank.around_input}
+
+
+def before_pools(scheduler: Any) -> None:
+    """In a scheduler: the model is loaded, and KV memory is about to be made."""
+    for rank in _rank:
+        rank.before_pools(scheduler)
 
 
 def rank_ready() -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from weightcache.engine import adapter_slot as sglang, directive as directives
 from weightcache.engine.directive import Decision, Directive
@@ -29,6 +29,9 @@ FENCE_SECONDS = 60.0
 class Memory(Protocol):
     """The KV memory of one rank, which is there while the rank owns it."""
 
+    def check(self, model_runner: Any) -> None:
+        """Refuse an engine whose KV memory cannot come and go, before it has any. Raises WeightcacheError."""
+
     def map(self) -> None:
         """Have it."""
 
@@ -39,18 +42,14 @@ class Memory(Protocol):
 class HostMemory:
     """The KV memory of an engine on the CPU is small, and stays."""
 
+    def check(self, model_runner: Any) -> None:
+        """Any will do."""
+
     def map(self) -> None:
         """It is there."""
 
     def unmap(self) -> None:
         """Stays. What was computed is forgotten by the main process, which flushes."""
-
-
-def refused(directive: Directive) -> str:
-    """Why an engine cannot be in a slot, before anything is loaded; or an empty text."""
-    if directive.backend == "cuda":
-        return "a standby on a GPU is not supported yet: its KV memory cannot be parked"
-    return ""
 
 
 class SlotRank:
@@ -65,13 +64,21 @@ class SlotRank:
         """Join, before anything is loaded."""
         rank = sglang.global_rank_of(scheduler)
         if self._channel is None:
-            if why := refused(self._directive) or sglang.refused(scheduler.server_args):
-                error = UsageError(why)
-                decision = Decision(rank, "target", "refused", error.code, error.message)
-                directives.send_report(self._directive, decision)
-                raise error
+            if why := sglang.refused(scheduler.server_args):
+                self._refuse(rank, UsageError(why))
             self._join(rank)
         return original(scheduler, *args, **kwargs)
+
+    def before_pools(self, scheduler: Any) -> None:
+        """The model is known, and no KV memory is there yet."""
+        try:
+            self._memory.check(scheduler.tp_worker.model_runner)
+        except WeightcacheError as error:
+            self._refuse(sglang.global_rank_of(scheduler), error)
+
+    def _refuse(self, rank: int, error: WeightcacheError) -> NoReturn:
+        directives.send_report(self._directive, Decision(rank, "target", "refused", error.code, error.message))
+        raise error
 
     def around_input(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in every round of every event loop."""

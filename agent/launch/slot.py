@@ -89,7 +89,11 @@ class Slot:
         """What the engine's processes are told; the channel will be in ``directory``."""
         self._channel_path = directory / "slot"
         return messages.Slot(
-            os.fspath(self._channel_path), os.fspath(self._paths.lock), os.fspath(self._paths.private(self.name.slot))
+            os.fspath(self._channel_path),
+            os.fspath(self._paths.lock),
+            os.fspath(self._paths.private(self.name.slot)),
+            os.fspath(self._paths.plan),
+            self._limits.reserve_bytes,
         )
 
     def pause(self, seconds: float) -> None:
@@ -127,7 +131,10 @@ class Slot:
         """Hear everybody and do what is due. An answer: the engine is to be killed after so many seconds."""
         if self._director is None:
             return None
-        for heard in self._channel.take():
+        said = self._channel.take()
+        # Who is lost comes last, the main process first: its end is what ends the others.
+        said.sort(key=lambda heard: (heard.answer is None, heard.answer is None and heard.rank))
+        for heard in said:
             self._hear(self._director, heard)
         self._control.attend()
         if (now := time.monotonic()) >= self._director.due():

@@ -63,7 +63,12 @@ def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot
             f"which systemd hands to weightcache-engine@{name}.service"
         )
     standby = config.standby
-    limits = Limits(standby.own_seconds, standby.drain_seconds, standby.hang_seconds)
+    limits = Limits(
+        standby.own_seconds,
+        standby.drain_seconds,
+        standby.hang_seconds,
+        reserve_bytes=int(standby.reserve_gigabytes * 2**30),
+    )
     initial = SlotStatus(
         name.engine,
         name.slot,

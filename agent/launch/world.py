@@ -44,7 +44,8 @@ class Limits:
     """Seconds. ``own``, ``drain``, ``hang``: see docs/standby.md. ``order``: for any order without a limit of its own.
 
     ``start``: until a process that says nothing yet counts as hung. ``rest``: how long one that has retired leaves the
-    lock to others. ``margin``: how much longer than ``drain`` retiring may take.
+    lock to others. ``margin``: how much longer than ``drain`` retiring may take. ``reserve_bytes``: GPU memory that the
+    active engine leaves to a standby.
     """
 
     own: float
@@ -54,6 +55,7 @@ class Limits:
     start: float = 1800.0
     rest: float = 10.0
     margin: float = 45.0
+    reserve_bytes: int = 0
 
 
 @dataclass(slots=True)

@@ -45,15 +45,19 @@ class EngineTable:
 
 @dataclass(frozen=True, slots=True)
 class StandbyTable:
-    """[standby], all in seconds. ``hang_seconds``: an event loop that has not come round for so long counts as hung.
+    """[standby]. Seconds: ``hang_seconds``: an event loop that has not come round for so long counts as hung.
 
     ``drain_seconds``: how long requests may go on when an engine retires. ``own_seconds``: how long a promotion may
     wait until the processes of the engine before are gone, and map KV memory.
+
+    ``reserve_gigabytes`` (2**30 bytes): GPU memory that an active engine leaves to a standby, for its context, graphs
+    and workspaces.
     """
 
     hang_seconds: float = 60.0
     drain_seconds: float = 30.0
     own_seconds: float = 60.0
+    reserve_gigabytes: float = 8.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,11 @@ class EnginePaths:
         return self.directory / f"{self.engine}.roster"
 
     @property
+    def plan(self) -> Path:
+        """How many bytes of KV memory each of the engine's GPUs gives."""
+        return self.directory / f"{self.engine}.plan"
+
+    @property
     def parked(self) -> Path:
         """Exists while the engine is parked."""
         return self.directory / f"{self.engine}.parked"

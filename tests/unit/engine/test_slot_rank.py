@@ -34,9 +34,12 @@ class Memory:
 
     done: list[str] = field(default_factory=list)
     fails: bool = False
+    unfit: str = ""
 
     def check(self, model_runner: Any) -> None:
-        self.done.append("check")
+        if self.unfit:
+            raise UsageError(self.unfit)
+        self.done.append(f"check {model_runner}")
 
     def map(self) -> None:
         if self.fails:
