@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -82,9 +83,10 @@ class Slots:
         }
         fd = self.port.fileno()
         hand = f"exec 3<&{fd}; export LISTEN_PID=$$ LISTEN_FDS=1 WATCHDOG_PID=$$; " if handed else ""
+        shell = ["bash", "-c", f'{hand}exec "$@"', "bash"]
         with (self.folder / f"log-{slot}").open("a") as log:
             return subprocess.Popen(
-                ["bash", "-c", f'{hand}exec "$@"', "bash", sys.executable, "-c", CODE, "--wcache-slot", f"{NAME}-{slot}"],
+                [*shell, sys.executable, "-c", CODE, "--wcache-slot", f"{NAME}-{slot}"],
                 env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, cwd=self.folder, pass_fds=[fd],
             )  # fmt: skip
 
@@ -168,7 +170,7 @@ class Slots:
 
     def check_never_two(self) -> None:
         for kind, times in self.owned().items():
-            for (_, until, one), (since, _, other) in zip(times, times[1:], strict=False):
+            for (_, until, one), (since, _, other) in itertools.pairwise(times):
                 assert until <= since, f"{kind}: {one} still had it at {until}, and {other} at {since}"
 
 
