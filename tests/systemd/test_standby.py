@@ -55,6 +55,10 @@ def stand(machine: Machine) -> tuple[str, str]:
     return active, standby
 
 
+def await_active(machine: Machine, slot: str) -> None:
+    eventually(lambda: roles(machine)[slot] == "active", lambda: roles(machine))
+
+
 @contextlib.contextmanager
 def clients(machine: Machine) -> Iterator[dict[str, float]]:
     """A client that connects all the time; what it saw is there after the block."""
@@ -91,7 +95,7 @@ def test_killed_engines_come_back_as_standbys_and_no_connection_is_refused(machi
             active, standby = stand(machine)
             pid = machine.main_pid(SERVICES[active])
             machine.kill(pid)
-            eventually(lambda standby=standby: roles(machine)[standby] == "active")
+            await_active(machine, standby)
             assert stand(machine) == (standby, active)
             assert machine.main_pid(SERVICES[active]) not in (0, pid)
     assert stand(machine) == (first, second)
@@ -108,7 +112,7 @@ def test_stopped_slots_are_not_started_by_clients(machine: Machine) -> None:
         eventually(lambda: roles(machine) == {active: "down", standby: "active"})
         before = machine.main_pid(SERVICES[standby])
         machine.systemctl("restart", SERVICES[standby])
-        eventually(lambda: roles(machine)[standby] == "active")
+        await_active(machine, standby)
         assert machine.main_pid(SERVICES[standby]) != before
     assert seen.get("refused", 0) == 0
     assert machine.show(SERVICES[active], "ActiveState")["ActiveState"] == "inactive"
@@ -121,7 +125,7 @@ def test_an_engine_that_hangs_is_killed_and_replaced(machine: Machine) -> None:
     since = machine.cursor()
     with clients(machine) as seen:
         machine.kill(machine.main_pid(SERVICES[active]), signal.SIGSTOP)
-        eventually(lambda: roles(machine)[standby] == "active")
+        await_active(machine, standby)
     assert stand(machine) == (standby, active)
     assert seen.get("refused", 0) == 0
     assert f"{SERVICES[active]}: Failed with result 'watchdog'." in machine.messages(SERVICES[active], since)
