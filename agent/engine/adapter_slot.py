@@ -20,7 +20,7 @@ INPUT = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
 """Called by each event loop in each round, whether something came or not."""
 RANK_KNOWN = adapter_phases.RANK_KNOWN
 
-_REFUSED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+REFUSED_ARGUMENTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # (argument, values with which an engine may be in a slot, why not with others)
     ("tokenizer_worker_num", (None, 1), "its HTTP workers are processes of their own, which nobody directs"),
     ("enable_http2", (None, False), "its HTTP server is not the one that can be handed a socket later"),
@@ -37,7 +37,7 @@ def refused(server_args: Any) -> str:
     """The first argument with which an engine cannot be in a slot, and why; or an empty text."""
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"):
         return "SGLANG_RUST_SERVER: an engine in a slot needs the HTTP server of Python"
-    for name, harmless, why in _REFUSED:
+    for name, harmless, why in REFUSED_ARGUMENTS:
         if adapter.resolved(server_args, name) not in harmless:
             return f"--{name.replace('_', '-')} in a slot: {why}"
     return ""

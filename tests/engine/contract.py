@@ -32,6 +32,7 @@ from weightcache.engine import (
     adapter_graphs,
     adapter_phases as traced,
     adapter_server,
+    adapter_slot,
     adapter_warm,
     evidence,
     gate,
@@ -102,6 +103,8 @@ def targets() -> Iterator[str]:
         adapter_graphs.ON_IDLE,
         adapter_server.WAIT_AND_WARMUP,
         adapter_server.SERVER_STARTUP,
+        adapter_slot.INPUT,
+        adapter_slot.RANK_KNOWN,
         *(f"{adapter.WEIGHT_UPDATER}.{verb}" for verb in verbs),
         *(f"{adapter.TOKENIZER_CONTROL}.{verb}" for verb in verbs if verb.endswith("memory_occupation")),
     ]
@@ -265,6 +268,63 @@ def warm_workers() -> Iterator[str]:
     command = " ".join(map(os.fsdecode, spawn.get_command_line(tracker_fd=5, pipe_handle=7)))
     if not seats.COMMAND.search(command):
         yield f"multiprocessing spawns by another command: {command}"
+
+
+def slots() -> Iterator[str]:
+    """How an engine in a slot is directed: what talks to its own port, ends requests, and comes round in each loop."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    root = Path(inspect.getfile(http_server)).parents[2]
+    asking = {str(path.relative_to(root)) for path in root.rglob("srt/**/*.py") if ".url()" in path.read_text()}
+    if asking != {"srt/entrypoints/http_server.py", "srt/entrypoints/http_server_engine.py"}:
+        yield f"others ask this server's own address: {sorted(asking)}"
+    own = ["_execute_server_warmup", *(["_freeze_gc_after_server_warmup"] if adapter.version() != "0.5.17" else [])]
+    source = inspect.getsource(http_server)
+    found = [function for function in own if ".url()" in inspect.getsource(getattr(http_server, function))]
+    if found != own or source.count(".url()") != len(own):
+        yield f"http_server asks its own address elsewhere than in {own}"
+    for function in own:
+        for call in ast.walk(ast.parse(inspect.getsource(getattr(http_server, function)))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("requests.get", "requests.post"):
+                given = {keyword.arg for keyword in call.keywords}
+                if len(call.args) != 1 or not given <= {"json", "headers", "timeout", "verify"}:
+                    yield f"{function} asks with {sorted(map(str, given))}"
+    if "abort_all" not in parameters(TokenizerManager.abort_request):
+        yield "abort_request takes no abort_all"
+    if "timeout_s" not in parameters(TokenizerManager.flush_cache):
+        yield "flush_cache takes no timeout_s"
+    taking = "process_input_requests("
+    if (ingest := getattr(Scheduler, "ingest_requests", None)) is not None:
+        if f"        self.{taking}" not in inspect.getsource(ingest):
+            yield "ingest_requests does not always process"
+        taking = "ingest_requests("
+    loops = [name for name in dir(Scheduler) if name.startswith("event_loop_")]
+    if len(loops) < 9:
+        yield f"schedulers have the loops {loops}"
+    for name in loops:
+        if f"self.{taking}" not in inspect.getsource(getattr(Scheduler, name)):
+            yield f"{name} takes its requests elsewhere"
+
+
+def uvicorn_server() -> Iterator[str]:
+    """What is done with uvicorn's server besides starting it."""
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    source = inspect.getsource(uvicorn.Server.startup)
+    for part in ("config.http_protocol_class(", "server_state=self.server_state", "app_state=self.lifespan.state",
+                 "ssl=config.ssl", "backlog=config.backlog", "self.servers"):  # fmt: skip
+        if part not in source:
+            yield f"uvicorn.Server.startup has no {part}"
+    if not hasattr(ServerState(), "connections") or not hasattr(uvicorn.Server, "_log_started_message"):
+        yield "uvicorn.Server keeps no connections, or says nothing"
+    for name in ("h11_impl", "httptools_impl"):  # read, since httptools need not be there
+        protocol = Path(inspect.getfile(uvicorn)).with_name("protocols").joinpath("http", f"{name}.py").read_text()
+        for part in ("self.app = config.loaded_app", "self.cycle", "def shutdown(self)", "self.transport"):
+            if part not in protocol:
+                yield f"{name} has no {part}"
 
 
 def modelopt() -> Iterator[str]:
@@ -438,13 +498,14 @@ def main() -> int:
     """Print what was found."""
     checks = (
         warm_workers, imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods,
-        start_phases,
+        start_phases, slots, uvicorn_server,
     )  # fmt: skip
     problems = [problem for check in checks for problem in check()]
     options = set(parser()._option_string_actions)
     problems += [*spellings(options), *mode(options)]
     known = server_arguments()
-    listed = {name for name, _, _ in adapter.REFUSED_ARGUMENTS} | set(adapter.BACKEND_ARGUMENTS) | set(RESOLVED)
+    refused = {name for name, _, _ in (*adapter.REFUSED_ARGUMENTS, *adapter_slot.REFUSED_ARGUMENTS)}
+    listed = refused | set(adapter.BACKEND_ARGUMENTS) | set(RESOLVED)
     tables = {**sglang_options.SPELLINGS, **sglang_options.FLAGS}
     wanted = {spelling for table in tables.values() for spelling in table} | set(
         server_only.SECRET + server_only.SERVING
