@@ -8,6 +8,7 @@
 #   tests/gpu/run.sh parity [OPTIONS] [KIND...]  disk load and attach compared for small models of every kind
 #   tests/gpu/run.sh ranks [OPTIONS] [LAYOUT...] several GPUs: disk load, load, attach and kill for parallel layouts
 #   tests/gpu/run.sh starts [OPTIONS] [WAY...]   SIGKILL of the engine to the next one's first token, by what shortens it
+#   tests/gpu/run.sh standby [OPTIONS]   two engines that share a port, the active one killed under load
 #   tests/gpu/run.sh backed [GIB]        how fast KV memory comes and goes
 #   tests/gpu/run.sh own                 SGLang's own weight cache on the same model, for comparison
 #   tests/gpu/run.sh own-ranks           the same over all GPUs
@@ -60,8 +61,9 @@ case ${1:-} in
     ranks) python3 -m tests.gpu.ranks "${@:2}" ;;
     systemd) systemd "${@:2}" ;;
     starts) python3 -m tests.gpu.starts --out "$LOGS" "${@:2}" ;;
+    standby) python3 -m tests.gpu.standby --out "$LOGS" "${@:2}" ;;
     backed) python3 -m tests.bench.backed "${@:2}" ;;
     own) python3 -m tests.bench.own_cache "$LOGS" ;;
     own-ranks) python3 -m tests.gpu.own_ranks "$LOGS" ;;
-    *) sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,19s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
