@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from weightcache.errors import WeightcacheError
 from weightcache.launch.orders import MAIN, Pending, Step, role
-from weightcache.launch.promotion import Trial
+from weightcache.launch.promotion import Trial, cause
 from weightcache.launch.world import Limits, Member, World, named
 from weightcache.standby import messages
 
@@ -44,7 +44,9 @@ class Director:
     """The last one."""
     stopping: bool = False
     _parked: bool = False
-    _woken: bool = False
+    _woken_at: float = -math.inf
+    _asked_at: float = -math.inf
+    """When it began to wait for the lock."""
     _pending: Pending = field(default_factory=Pending)
     _trial: Trial | None = None
     _rest_until: float = 0.0
@@ -110,7 +112,7 @@ class Director:
         if self.step is Step.ENDED:
             return
         self._look_at = now + LOOK
-        self._see_marker()
+        self._see_marker(now)
         if late := self._pending.late(now):
             self._end(f"{named(late.rank)} did not carry out {late.name} within {late.seconds:.0f} s")
         elif now >= self._hung_at():
@@ -144,7 +146,7 @@ class Director:
         elif now < self._rest_until and not self.world.taken():
             self._look_at = now + REST_LOOK
         else:
-            self._rest_until = 0.0
+            self._rest_until, self._asked_at = 0.0, now
             self._order(Step.ELECTING, (MAIN,), messages.Elect, math.inf, now)
 
     def _done(self, rank: int, answer: Done, now: float) -> None:
@@ -178,7 +180,6 @@ class Director:
                 case Step.YIELDING:
                     self.step = Step.RESTING
                     if not self._parked:
-                        # For a moment at least: whoever is elected now looks here why.
                         self._rest_until, self._look_at = now + self.limits.rest, now + REST_LOOK
                 case _:  # the lock was given back at once
                     self.step = Step.RESTING
@@ -187,12 +188,13 @@ class Director:
             self._end(error.message)
 
     def _elected(self, now: float) -> None:
-        self._see_marker()  # whoever parks the engine may have told the other slot first
+        self._see_marker(now)  # whoever parks the engine may have told the other slot first
         if self._parked or self.stopping:
             self._order(Step.REFUSING, (MAIN,), messages.Yield, self.limits.order, now)
             return
         fence = tuple(process for process in self.world.fence() if process not in self.own)
-        self._trial = Trial(now, bool(fence), self.world.other(), self._woken)
+        age = self.world.roster_age()
+        self._trial = Trial(now, cause(bool(fence), age, now - self._asked_at, now - self._woken_at))
         # From here on nobody can miss anyone of them, whatever dies when.
         self.world.enroll((*fence, *self.own))
         self._reached("roster", now)
@@ -201,7 +203,6 @@ class Director:
     def _accepting(self, now: float) -> None:
         self._reached("accept", now)
         self.step = Step.ACTIVE
-        self._woken = False
         if self._trial is not None:
             self.promotion, self._trial = self._trial.promotion(now), None
         self.world.enroll(self.own)
@@ -235,9 +236,10 @@ class Director:
 
     # -- what it looks at ----------------------------------------------------------------------------------------------
 
-    def _see_marker(self) -> None:
+    def _see_marker(self, now: float) -> None:
         parked = self.world.parked()
-        self._woken = not parked and (self._woken or self._parked)
+        if self._parked and not parked:
+            self._woken_at = now
         self._parked = parked
 
     def _all_ready(self) -> bool:

@@ -12,7 +12,6 @@ from weightcache.standby.status import Promotion
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from weightcache.standby.messages import Role
     from weightcache.standby.status import Cause
 
 STEPS = {"lock": "lock", "fence": "fence", "map": "memory"}
@@ -22,12 +21,10 @@ _MOST_STEPS = 16
 
 @dataclass(slots=True)
 class Trial:
-    """A promotion under way, since the lock was taken. ``fenced``: others may still have had KV memory."""
+    """A promotion under way, since the lock was taken."""
 
     began: float
-    fenced: bool
-    other: Role
-    woken: bool
+    cause: Cause
     phases: dict[str, float] = field(default_factory=dict)
     _last: float = math.nan
 
@@ -45,18 +42,22 @@ class Trial:
             if name not in ("roster", "own", "accept") and took >= 0:
                 self.phases[name] = max(self.phases.get(name, 0.0), round(took, 6))
 
-    @property
-    def cause(self) -> Cause:
-        """Why: whoever retires leaves an empty roster behind, and whoever dies does not."""
-        if self.fenced:
-            return "death"
-        if self.other == "retiring":
-            return "promote"
-        return "wake" if self.woken else "start"
-
     def promotion(self, now: float) -> Promotion:
         """It ended well."""
         return Promotion(time.time(), round(now - self.began, 6), self.cause, dict(self.phases))
+
+
+def cause(fenced: bool, roster: float, stood: float, woken: float) -> Cause:
+    """Why an engine is elected: whoever retires leaves an empty roster behind, and whoever dies does not.
+
+    ``fenced``: somebody is in the roster. The others are ages in seconds: of the roster (infinite without one), of this
+    engine's waiting for the lock, and of its being woken.
+    """
+    if fenced:
+        return "death"
+    if woken < roster:
+        return "wake"
+    return "promote" if roster < stood else "start"
 
 
 def sentence(promotion: Promotion, predecessor: str) -> str:

@@ -115,6 +115,8 @@ def _supervise(start: Start, pool: Pool | None, slot: Slot | None) -> int:
             life = _Life(error.exit_status, f"cannot be started: {error.message}")
         if life.interrupted:
             return life.status
+        if slot is not None:
+            slot.over(life.text)
         deaths = 0 if life.served else deaths + 1
         if life.hopeless:
             say(f"the engine {life.text}: its options cannot work, so it is not started again")

@@ -96,6 +96,11 @@ class Slot:
             self._limits.reserve_bytes,
         )
 
+    def over(self, text: str) -> None:
+        """An engine is gone, and ``text`` says how; what was found out before says more."""
+        self._board.problem = self._board.problem or f"the engine {text}"
+        self._publish()
+
     def pause(self, seconds: float) -> None:
         """Wait between two engines, and answer commands meanwhile."""
         until = time.monotonic() + seconds
@@ -114,7 +119,7 @@ class Slot:
         self._world = SlotWorld(self.name, self._paths, self._channel, self.listener)
         self._director = Director(self._world, self._ranks, self._limits, self._began)
         self._selector.register(self._channel, selectors.EVENT_READ)
-        self.stood = False
+        self.stood = self._said_end = False
         self._board.engine_starts()
         self._manager.bear(None)
         self._tell()
@@ -177,7 +182,8 @@ class Slot:
         """Say what has changed, to whoever reads it."""
         director = self._director
         before, self._role = self._role, director.role if director is not None else "starting"
-        if director is not None and self._world.ended and self._board.problem != self._world.ended:
+        if director is not None and self._world.ended and not self._said_end:
+            self._said_end = True
             self._board.problem = self._world.ended
             say(f"slot {self.name}: {self._world.ended}: ending the engine")
         if self._role != before and director is not None:
@@ -211,13 +217,16 @@ class Slot:
     def _carry_out(self, command: Command) -> Reply:
         """See weightcache.standby.control."""
         marker, problem = self._paths.parked, ""
-        match command.verb:
-            case "retire":
-                problem = self._director.retire(time.monotonic()) if self._director else "it has no engine now"
-            case "park":
-                files.replace(marker, f"{self.name}\n")
-            case "wake":
-                marker.unlink(missing_ok=True)
+        try:
+            match command.verb:
+                case "retire":
+                    problem = self._director.retire(time.monotonic()) if self._director else "it has no engine now"
+                case "park":
+                    files.replace(marker, f"{self.name}\n")
+                case "wake":
+                    marker.unlink(missing_ok=True)
+        except OSError as error:
+            return Reply(False, f"{marker} cannot be removed ({error.strerror})", self._board.status)
         if self._director is not None:
             self._director.tick(time.monotonic())
         self._tell()

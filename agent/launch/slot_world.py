@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from typing import TYPE_CHECKING
 
 from weightcache.standby import locks, roster, status
@@ -37,6 +39,13 @@ class SlotWorld:
         """The roster."""
         self.inherited = roster.read(self._paths.roster)
         return self.inherited
+
+    def roster_age(self) -> float:
+        """How many seconds ago the roster was written. Only what is said of a promotion depends on it."""
+        try:
+            return time.time() - self._paths.roster.stat().st_mtime
+        except OSError:
+            return math.inf
 
     def enroll(self, processes: Iterable[Process]) -> None:
         """Write the roster."""

@@ -23,6 +23,9 @@ class World(Protocol):
     def fence(self) -> tuple[Process, ...]:
         """Who may still write KV memory: the roster. Raises WeightcacheError."""
 
+    def roster_age(self) -> float:
+        """How many seconds ago the roster was written; infinite if it never was."""
+
     def enroll(self, processes: Iterable[Process]) -> None:
         """Write the roster. Raises WeightcacheError."""
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, strategies as st
 
 from weightcache.errors import UsageError
 from weightcache.launch.arguments import LEVERS, Options, split
 from weightcache.sglang_options import given as read
+from weightcache.standby.places import SlotName
 
 SGLANG = st.one_of(
     st.sampled_from(["--model-path", "/m", "--tp", "2", "-h", "--weight-cache-socket", "--weight-cache", "", "=", "-"]),
@@ -139,3 +142,28 @@ def test_levers_that_are_not_wanted() -> None:
     assert some.levers == ("caches",)
     with pytest.raises(UsageError, match="caches, graphs, warmup, workers, separated by commas, not 'graph'"):
         split(["--wcache-without", "graph", "--model-path", "m"])
+
+
+def test_a_slot_has_everything_from_its_file():
+    assert split(["--wcache-slot", "chat-a"]) == Options(slot=SlotName("chat", "a"))
+    assert split(["--wcache-slot=x-y-b", "--wcache-config", "/c", "--wcache-runtime-dir", "/r"]) == Options(
+        slot=SlotName("x-y", "b"), config=Path("/c"), runtime_dir=Path("/r")
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--wcache-slot", "chat"], "names no slot"),
+        (["--wcache-slot", "../x-a"], "cannot name an engine"),
+        (["--wcache-slot", "chat-a", "--model-path", "m"], "'--model-path' belongs there"),
+        (["--wcache-slot", "chat-a", "--", "m"], "from the engine's file, chat.toml"),
+        (["--wcache-slot", "chat-a", "--wcache-python", "p"], "the rest is in its file"),
+        (["--wcache-slot", "chat-a", "--wcache-restart"], "the rest is in its file"),
+        (["--wcache-slot", "chat-a", "--weight-cache-mode", "daemon"], "the rest is in its file"),
+        (["--wcache-slot", "chat-a", "--wcache-explain"], "the rest is in its file"),
+    ],
+)
+def test_what_a_slot_does_not_go_with(argv, reason):
+    with pytest.raises(UsageError, match=reason):
+        split(argv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
@@ -57,27 +58,32 @@ class Slots:
     def configure(self, **standby: float) -> None:
         values = {"hang_seconds": self.hang_seconds, "drain_seconds": 5.0, "own_seconds": 20.0, **standby}
         lines = "\n".join(f"{name} = {value}" for name, value in values.items())
-        arguments = f'["--model-path", "m", "--device", "cpu", "--tp-size", "2", "--port", "{self.address[1]}"]'
+        arguments = [*self.arguments(), "--port", str(self.address[1])]
         (self.folder / "engines").mkdir(exist_ok=True)
         (self.folder / "engines" / f"{NAME}.toml").write_text(
-            f"[engine]\narguments = {arguments}\non_mismatch = 'fallback'\nwithout = ['caches']\n"
+            f"[engine]\narguments = {json.dumps(arguments)}\non_mismatch = 'fallback'\nwithout = ['caches']\n"
             f"environment = {{ FROM_FILE = 'yes' }}\n[standby]\n{lines}\n"
         )
+
+    def arguments(self) -> list[str]:
+        return ["--model-path", "m", "--device", "cpu", "--tp-size", "2"]
+
+    def environment(self) -> dict[str, str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG", "WEIGHTCACHE", "FAKE", "NOTIFY"))}
+        return {**env, "PYTHONPATH": os.pathsep.join([str(FAKE), str(SOURCE)]), "FAKE_SLOT": str(self.journal)}
 
     def start(self, *slots: str) -> None:
         for slot in slots:
             self.launchers[slot] = self.launcher(slot)
 
     def launcher(self, slot: str, handed: bool = True) -> subprocess.Popen[str]:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG", "WEIGHTCACHE", "FAKE", "NOTIFY"))}
-        env |= {
-            "PYTHONPATH": os.pathsep.join([str(FAKE), str(SOURCE)]),
+        env = {
+            **self.environment(),
             "WEIGHTCACHE_RUNTIME_DIR": str(self.runtime),
             "WEIGHTCACHE_ENGINES_DIR": str(self.folder / "engines"),
             "WEIGHTCACHE_CACHE_DIR": str(self.folder / "cache"),
             "WEIGHTCACHE_STATE_DIR": str(self.folder / f"state-{slot}"),
             "TMPDIR": str(self.runtime),
-            "FAKE_SLOT": str(self.journal),
             **self.notify,
             **self.more,
         }
@@ -107,9 +113,9 @@ class Slots:
         assert found is not None
         return found
 
-    def stand(self) -> str:
+    def stand(self, seconds: float = 30) -> str:
         """Wait until one is active and the other one stands by; which one is active."""
-        assert eventually(lambda: sorted(map(self.role, "ab")) == ["active", "standby"], 30), self.say()
+        assert eventually(lambda: sorted(map(self.role, "ab")) == ["active", "standby"], seconds), self.say()
         return "a" if self.role("a") == "active" else "b"
 
     def ask(self, slot: str, verb: control.Verb) -> control.Reply:
@@ -136,7 +142,7 @@ class Slots:
         ranks = [rank.pid for rank in found.ranks]
         pids = {
             "main": [found.main.pid],
-            "rank": ranks[1:],
+            "rank": ranks[-1:],
             "launcher": [found.launcher.pid],
             "everything": [found.launcher.pid, found.main.pid, *ranks],
         }[what]

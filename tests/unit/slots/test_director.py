@@ -44,6 +44,7 @@ class FakeWorld:
     is_taken: bool = False
     marker: bool = False
     neighbour: Role = "down"
+    age: float = float("inf")
     broken: str = ""
     ended: list[str] = field(default_factory=list)
 
@@ -57,6 +58,9 @@ class FakeWorld:
             raise WeightcacheError("the roster is damaged")
         self.log.append("read")
         return self.roster
+
+    def roster_age(self) -> float:
+        return self.age
 
     def enroll(self, processes: Iterable[Process]) -> None:
         if self.broken == "write":
@@ -190,14 +194,34 @@ def test_the_slowest_rank_is_what_a_step_took() -> None:
 
 
 @pytest.mark.parametrize(
-    ("neighbour", "roster", "cause"),
-    [("retiring", (), "promote"), ("retiring", OTHERS, "death"), ("standby", (), "start"), ("down", (), "start")],
+    ("age", "roster", "cause"),
+    [
+        (float("inf"), (), "start"),  # no roster: none was ever active
+        (60.0, (), "start"),  # who retired did so before this one stood by
+        (1.0, (), "promote"),
+        (1.0, OTHERS, "death"),
+        (60.0, OTHERS, "death"),
+    ],
 )
-def test_why(neighbour: Role, roster: tuple[Process, ...], cause: str) -> None:
-    play = Play(neighbour=neighbour, roster=roster)
+def test_why(age: float, roster: tuple[Process, ...], cause: str) -> None:
+    play = Play(roster=roster, age=age)
+    play.to(Step.ELECTING)
+    play.now += 10
     play.to(Step.ACTIVE)
     assert play.director.promotion is not None
     assert play.director.promotion.cause == cause
+
+
+def test_who_was_woken_once_and_lost_is_promoted_later() -> None:
+    play = Play(marker=True)
+    play.to(Step.RESTING)
+    play.world.marker = False
+    play.wait(0)
+    play.now += 100
+    play.world.age = 5  # the one that was elected instead has retired
+    play.to(Step.ACTIVE)
+    assert play.director.promotion is not None
+    assert play.director.promotion.cause == "promote"
 
 
 def test_retiring_in_all_its_steps() -> None:
