@@ -66,7 +66,7 @@ test-systemd-257:
 	$(PYTEST) tests/systemd -k 257
 
 test-systemd-sglang:
-	$(PYTEST) tests/systemd/test_sglang.py
+	$(PYTEST) tests/systemd/test_sglang.py tests/systemd/test_sglang_standby.py
 
 test-package: env-package
 	$(PYTEST) tests/package

@@ -60,9 +60,9 @@ def await_active(machine: Machine, slot: str) -> None:
 
 
 @contextlib.contextmanager
-def clients(machine: Machine) -> Iterator[dict[str, float]]:
+def clients(machine: Machine, what: str = "client") -> Iterator[dict[str, float]]:
     """A client that connects all the time; what it saw is there after the block."""
-    command = ["/usr/bin/python3", "-B", str(STANDIN), "client", str(PORT)]
+    command = ["/usr/bin/python3", "-B", str(STANDIN), what, str(PORT)]
     pipe = subprocess.PIPE
     seen: dict[str, float] = {}
     with machine.popen(command, stdin=pipe, stdout=pipe, text=True) as client:
