@@ -133,6 +133,7 @@ def _check(options: argparse.Namespace) -> int:
         "priority": str(engine.priority),
         "without": ", ".join(engine.without) or "-",
         "mismatch": engine.on_mismatch,
+        "reserve": f"{standby.reserve_gigabytes:g} GiB of each GPU are left to the standby",
         "limits": f"hang {standby.hang_seconds:g} s, drain {standby.drain_seconds:g} s, own {standby.own_seconds:g} s",
     }
     width = max(map(len, facts)) + 2

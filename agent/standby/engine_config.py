@@ -142,6 +142,8 @@ def _check_standby(standby: StandbyTable) -> None:
         raise DecodeError("standby.drain_seconds", f"must be 0 or greater, got {standby.drain_seconds:g}")
     if standby.own_seconds <= 0:
         raise DecodeError("standby.own_seconds", f"must be greater than 0, got {standby.own_seconds:g}")
+    if standby.reserve_gigabytes < 0:
+        raise DecodeError("standby.reserve_gigabytes", f"must be 0 or greater, got {standby.reserve_gigabytes:g}")
 
 
 def _check_engine(engine: EngineTable, given: Given) -> None:

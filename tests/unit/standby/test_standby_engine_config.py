@@ -62,6 +62,7 @@ def test_what_is_said_twice_is_passed_on_once() -> None:
         (GOOD + "[standby]\nhang_seconds = 29\n", "standby.hang_seconds: must be 30 or greater"),
         (GOOD + "[standby]\ndrain_seconds = -1\n", "standby.drain_seconds: must be 0 or greater"),
         (GOOD + "[standby]\nown_seconds = 0\n", "standby.own_seconds: must be greater than 0"),
+        (GOOD + "[standby]\nreserve_gigabytes = -1\n", "standby.reserve_gigabytes: must be 0 or greater"),
         (GOOD + 'priority = "high"\n', "engine.priority: expected a whole number"),
         (GOOD + 'without = ["weights"]\n', "engine.without[0]: expected"),
         (GOOD + 'on_mismatch = "disk"\n', "engine.on_mismatch: expected"),
