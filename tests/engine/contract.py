@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from multiprocessing import spawn
@@ -30,12 +31,14 @@ from weightcache.deployment import Deployment
 from weightcache.engine import (
     adapter,
     adapter_graphs,
+    adapter_kv,
     adapter_phases as traced,
     adapter_server,
     adapter_slot,
     adapter_warm,
     evidence,
     gate,
+    parked_kv,
     refusals,
 )
 from weightcache.errors import UnsupportedMethod
@@ -103,6 +106,9 @@ def targets() -> Iterator[str]:
         adapter_graphs.ON_IDLE,
         adapter_server.WAIT_AND_WARMUP,
         adapter_server.SERVER_STARTUP,
+        adapter_kv.PROFILE_BYTES,
+        adapter_kv.IS_BACKED_LATER,
+        adapter_kv.BACK_NOW,
         adapter_slot.INPUT,
         adapter_slot.RANK_KNOWN,
         *(f"{adapter.WEIGHT_UPDATER}.{verb}" for verb in verbs),
@@ -268,6 +274,32 @@ def warm_workers() -> Iterator[str]:
     command = " ".join(map(os.fsdecode, spawn.get_command_line(tracker_fd=5, pipe_handle=7)))
     if not seats.COMMAND.search(command):
         yield f"multiprocessing spawns by another command: {command}"
+
+
+def kv_memory() -> Iterator[str]:
+    """How a KV pool is made whose memory comes later, and what stands in for the owner of its buffers."""
+    from sglang.srt.mem_cache import kv_vmm_backing, memory_pool
+    from sglang.srt.model_executor.model_runner_components import kv_pool_runtime
+
+    owner = kv_vmm_backing.KvVmmBufferOwner
+    if getattr(memory_pool, adapter_kv.OWNER, None) is not owner:
+        yield f"{adapter_kv.MEMORY_POOL} has no {adapter_kv.OWNER}"
+    if wanted := set(parameters(owner)) ^ set(parameters(parked_kv.KvBuffers)):
+        yield f"KvBuffers takes other arguments than KvVmmBufferOwner: {sorted(wanted)}"
+    for name in ("ensure_prefix", "finalize", "close", "backed_bytes"):
+        if not (hasattr(owner, name) and hasattr(parked_kv.KvBuffers, name)):
+            yield f"KvVmmBufferOwner or KvBuffers has no {name}"
+    source = inspect.getsource(memory_pool.MHATokenToKVPool)
+    used = set(re.findall(r"self\._post_capture_owner\.(\w+)", source))
+    if used - {"tensors", "finalize", "backed_bytes", "close"}:
+        yield f"a pool uses more of the owner of its buffers: {sorted(used)}"
+    for name in ("reserved_span_bytes", "prefix_span_bytes", "final_span_bytes"):
+        if not callable(getattr(memory_pool.KvBufferDesc, name, None)):
+            yield f"KvBufferDesc has no {name}"
+    if "is_draft_worker" not in parameters(kv_pool_runtime.is_post_capture_kv_active):
+        yield "is_post_capture_kv_active takes no is_draft_worker"
+    if parameters(memory_pool.MHATokenToKVPool.finalize_backing)[1:] != ["config"]:
+        yield "finalize_backing takes something else"
 
 
 def slots() -> Iterator[str]:
@@ -498,7 +530,7 @@ def main() -> int:
     """Print what was found."""
     checks = (
         warm_workers, imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods,
-        start_phases, slots, uvicorn_server,
+        start_phases, kv_memory, slots, uvicorn_server,
     )  # fmt: skip
     problems = [problem for check in checks for problem in check()]
     options = set(parser()._option_string_actions)
