@@ -13,6 +13,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import statistics
@@ -46,7 +47,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--total", type=float, default=560.0, help="seconds for everything")
     parser.add_argument("--reserve", type=float, default=8.0, help="GiB that the active engine leaves to the standby")
-    parser.add_argument("--sglang", nargs="*", default=[], help="more arguments of SGLang")
+    parser.add_argument("--sglang", type=shlex.split, default=[], help='more arguments of SGLang: --sglang="..."')
+    parser.add_argument("--without", nargs="*", default=[], help="levers that are not used")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("LOGS", ".")))
     return parser.parse_args()
 
@@ -115,7 +117,7 @@ class Slots:
         given = ["--model-path", str(profile.model), *base, *options.sglang, "--port", str(self.number)]
         (folder / "engines").mkdir()
         (folder / "engines" / f"{NAME}.toml").write_text(
-            f"[engine]\narguments = {json.dumps(given)}\n[standby]\nreserve_gigabytes = {options.reserve}\n"
+            f"[engine]\narguments = {json.dumps(given)}\nwithout = {json.dumps(options.without)}\n[standby]\nreserve_gigabytes = {options.reserve}\n"
         )
 
     def start(self, slot: str) -> None:
