@@ -71,9 +71,18 @@ def abort_all() -> None:
 
 
 async def flush(seconds: float) -> bool:
-    """Forget all prefixes; False if requests still ran after ``seconds``. Raises TimeoutError if nobody answers."""
+    """Forget all prefixes, in each data parallel replica; False if requests still ran in one after ``seconds``.
+
+    Raises TimeoutError if one does not answer.
+    """
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    manager = _manager()
+    manager.auto_create_handle_loop()
     async with asyncio.timeout(2 * seconds):
-        return bool((await _manager().flush_cache(timeout_s=seconds)).success)
+        # manager.flush_cache() would look at the first replica's answer alone.
+        answers = await manager.flush_cache_communicator(FlushCacheReqInput(timeout_s=seconds))
+    return all(answer.success for answer in answers)
 
 
 def _manager() -> Any:

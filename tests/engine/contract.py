@@ -325,8 +325,10 @@ def slots() -> Iterator[str]:
                     yield f"{function} asks with {sorted(map(str, given))}"
     if "abort_all" not in parameters(TokenizerManager.abort_request):
         yield "abort_request takes no abort_all"
-    if "timeout_s" not in parameters(TokenizerManager.flush_cache):
-        yield "flush_cache takes no timeout_s"
+    flushing = inspect.getsource(TokenizerManager.flush_cache)
+    for part in ("self.auto_create_handle_loop()", "self.flush_cache_communicator(FlushCacheReqInput(timeout_s="):
+        if part not in flushing:
+            yield f"flush_cache has no {part}"
     taking = "process_input_requests("
     if (ingest := getattr(Scheduler, "ingest_requests", None)) is not None:
         if f"        self.{taking}" not in inspect.getsource(ingest):

@@ -76,11 +76,15 @@ class SGLang:
             if path != "/stuck":
                 event.set()
 
-    async def flush_cache(self, timeout_s: float) -> Any:
+    def auto_create_handle_loop(self) -> None:
+        """There is one."""
+
+    async def flush_cache_communicator(self, request: Any) -> list[Any]:
+        """Two replicas' answers."""
         self.flushes += 1
         if not self.answers_flush:
             await asyncio.Event().wait()
-        return SimpleNamespace(success=self.idle)
+        return [SimpleNamespace(success=True), SimpleNamespace(success=self.idle)]
 
 
 @dataclass
@@ -145,6 +149,9 @@ def here(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     module.ServerStatus = SimpleNamespace(Up="up")
     module._global_state = SimpleNamespace(tokenizer_manager=sglang)
     monkeypatch.setitem(sys.modules, adapter_server.HTTP_SERVER, module)
+    messages: Any = types.ModuleType("sglang.srt.managers.io_struct")
+    messages.FlushCacheReqInput = lambda timeout_s: timeout_s
+    monkeypatch.setitem(sys.modules, messages.__name__, messages)
     slot = Slot(str(runtime_dir / "channel"), str(runtime_dir / "lock"), str(runtime_dir / "http"))
     with (
         ends_threads_only(monkeypatch),
