@@ -82,7 +82,10 @@ class Process:
 
     def serve(self):
         while True:
-            packet = transport.receive_packet(self.sock, max_fds=1)
+            try:
+                packet = transport.receive_packet(self.sock, max_fds=1)
+            except ConnectionError:  # the launcher ended with something unread
+                self.orphaned()
             if not packet.data:
                 self.orphaned()
             order = decode_order(packet.data)
