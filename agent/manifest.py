@@ -3,7 +3,8 @@
 A weight set is one linear range of bytes: its arenas back to back. A *storage* is a piece of that range, a *tensor*
 is a view of a storage (or of an inline value), a *module* is one object of the tree with all paths that lead to it,
 and a *slot* is a place (module, kind, steps) that holds a tensor. One object that several slots name is one row: that
-is how tied weights and shared modules stay one object. A table travels as one JSON array a column.
+is how tied weights and shared modules stay one object. A table travels as one JSON array a column; columns that repeat
+few values (classes, shapes, names) as [the values, an index into them for each row].
 
     storage   offset, bytes, shared                       shared: mapped read-only; otherwise copied per engine
     tensor    storage, offset, shape, stride, dtype, kind, cls, requires_grad, attributes
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable
@@ -29,7 +31,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from weightcache.errors import ProtocolError
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_BYTES = 256 << 20
 """Largest manifest that is read, in bytes."""
 
@@ -203,7 +205,8 @@ def encode(manifest: Manifest) -> bytes:
     body["inline"] = [base64.b64encode(value).decode() for value in manifest.inline]
     for name, columns in _TABLES.items():
         rows = getattr(manifest, name)
-        body[name] = list(zip(*rows, strict=True)) or [[] for _ in columns.decoders]
+        plain = list(zip(*rows, strict=True)) or [()] * len(columns.columns)
+        body[name] = [column.fold(values) for column, values in zip(columns.columns, plain, strict=True)]
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -290,31 +293,59 @@ def _scalar(value: Any) -> Scalar:
     raise TypeError(f"a value that is no scalar: {value!r}")
 
 
+class _Column(NamedTuple):
+    """How the values of one column are checked and made. A ``folded`` one brings each different value once."""
+
+    decoder: Decoder
+    folded: bool = False
+
+    def fold(self, values: tuple[Any, ...]) -> Any:
+        if not self.folded:
+            return values
+        places = {value: place for place, value in enumerate(dict.fromkeys(values))}
+        return [list(places), list(map(places.__getitem__, values))]
+
+    def unfold(self, column: Any) -> Iterable[Any]:
+        _one(list, column)
+        if not self.folded:
+            return self.decoder(column)
+        values, places = column
+        _only(_one(list, places), int)
+        if min(places, default=0) < 0:
+            raise ValueError("a negative index")
+        return map(tuple(self.decoder(_one(list, values))).__getitem__, places)
+
+
 class _Table(NamedTuple):
     """How the rows of one table are made from its columns."""
 
     row: Any
-    decoders: tuple[Decoder, ...]
+    columns: tuple[_Column, ...]
 
     def rows(self, columns: Any) -> tuple[Any, ...]:
         _one(list, columns)
-        decoded = [decode(_one(list, column)) for decode, column in zip(self.decoders, columns, strict=True)]
-        return tuple(map(self.row._make, zip(*decoded, strict=True)))
+        decoded = [known.unfold(column) for known, column in zip(self.columns, columns, strict=True)]
+        # What _make does, without a Python call a row; both lengths are checked by zip.
+        return tuple(map(functools.partial(tuple.__new__, self.row), zip(*decoded, strict=True)))
 
 
-_INT, _TEXT, _BOOL, _INTS, _TEXTS = _of(int), _of(str), _of(bool), _lists_of(int), _lists_of(str)
+_INT, _BOOL, _SCALAR = _Column(_of(int)), _Column(_of(bool)), _Column(_scalars)
+_TEXT, _INTS, _TEXTS, _STEPS = (
+    _Column(decoder, folded=True) for decoder in (_of(str), _lists_of(int), _lists_of(str), _steps)
+)
+_PATHS, _KEYS = _Column(_lists_of(str)), _Column(_lists_of(str, int))
 
 _TABLES: dict[str, _Table] = {
     "storages": _Table(Storage, (_INT, _INT, _BOOL)),
     "tensors": _Table(Tensor, (_INT, _INT, _INTS, _INTS, _TEXT, _TEXT, _TEXT, _BOOL, _TEXTS)),
-    "modules": _Table(Module, (_TEXTS, _TEXT, _TEXT)),
-    "slots": _Table(Slot, (_INT, _TEXT, _steps, _INT, _TEXT)),
+    "modules": _Table(Module, (_PATHS, _TEXT, _TEXT)),
+    "slots": _Table(Slot, (_INT, _TEXT, _STEPS, _INT, _TEXT)),
     "removed": _Table(Removed, (_INT, _TEXT, _TEXT, _BOOL)),
-    "scalars": _Table(ChangedScalar, (_INT, _steps, _scalars)),
-    "containers": _Table(Container, (_INT, _steps, _TEXT, _lists_of(str, int))),
+    "scalars": _Table(ChangedScalar, (_INT, _STEPS, _SCALAR)),
+    "containers": _Table(Container, (_INT, _STEPS, _TEXT, _KEYS)),
     "names": _Table(Names, (_INT, _TEXT, _TEXTS)),
-    "records": _Table(Record, (_INT, _steps, _TEXT, _INT, _steps)),
-    "switches": _Table(Switch, (_TEXT, _TEXT, _TEXT, _scalars)),
+    "records": _Table(Record, (_INT, _STEPS, _TEXT, _INT, _STEPS)),
+    "switches": _Table(Switch, (_TEXT, _TEXT, _TEXT, _SCALAR)),
 }
 
 
@@ -322,24 +353,21 @@ def _check(manifest: Manifest) -> None:
     """Every reference resolves and every storage lies inside the range, so that a reader never leaves its mapping."""
     if manifest.bytes < 0:
         raise ValueError(f"a set of {manifest.bytes} bytes")
-    for storage in manifest.storages:
-        if (
-            storage.offset % ALIGNMENT
-            or storage.offset < 0
-            or storage.bytes < 0
-            or storage.offset + storage.bytes > manifest.bytes
-        ):
-            raise ValueError(f"a storage outside the set: {storage}")
+    for offset, size, _ in manifest.storages:
+        if offset % ALIGNMENT or offset < 0 or size < 0 or offset + size > manifest.bytes:
+            raise ValueError(f"a storage outside the set: {size} bytes at {offset}")
     for tensor in manifest.tensors:
         if not -len(manifest.inline) <= tensor.storage < len(manifest.storages):
             raise ValueError(f"a tensor without storage: {tensor}")
-        if len(tensor.shape) != len(tensor.stride) or tensor.offset < 0 or min((*tensor.shape, *tensor.stride, 0)) < 0:
-            raise ValueError(f"a tensor with an impossible shape: {tensor}")
-        if tensor.kind not in ("parameter", "tensor"):
-            raise ValueError(f"an unknown kind of tensor {tensor.kind!r}")
-    for module in manifest.modules:
-        if not module.paths:
-            raise ValueError("a module without a path")
+        if tensor.offset < 0:
+            raise ValueError(f"a tensor that starts before its storage: {tensor}")
+    for shape, stride, kind in {(tensor.shape, tensor.stride, tensor.kind) for tensor in manifest.tensors}:
+        if len(shape) != len(stride) or min((*shape, *stride, 0)) < 0:
+            raise ValueError(f"a tensor with an impossible shape: {shape}, strides {stride}")
+        if kind not in ("parameter", "tensor"):
+            raise ValueError(f"an unknown kind of tensor {kind!r}")
+    if not all(paths for paths, _, _ in manifest.modules):
+        raise ValueError("a module without a path")
     placed = (
         manifest.slots, manifest.removed, manifest.scalars, manifest.containers, manifest.names, manifest.records,
     )  # fmt: skip
@@ -360,7 +388,8 @@ def _check(manifest: Manifest) -> None:
         if (switch.place, switch.name) not in SWITCHES:
             raise ValueError(f"an unknown switch: {switch}")
     for slot in manifest.slots:
-        if slot.place not in PLACES or not slot.steps:
-            raise ValueError(f"an unknown place {slot.place!r}")
-        if not (0 <= slot.tensor < len(manifest.tensors) or (slot.tensor == -1 and slot.external)):
+        _, place, steps, index, external = slot
+        if place not in PLACES or not steps:
+            raise ValueError(f"an unknown place {place!r}")
+        if not (0 <= index < len(manifest.tensors) or (index == -1 and external)):
             raise ValueError(f"a slot without tensor: {slot}")

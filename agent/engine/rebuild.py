@@ -12,7 +12,7 @@ import importlib
 import itertools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,9 +86,15 @@ class _Builder:
         self.base = base
         self.others = others
         self.modules: list[nn.Module] = []
+        self.paths: dict[str, nn.Module] = {"": model}
+        # What each module holds, by its row: a module's dict is looked into once, since thousands of them fit no cache.
+        self.own: list[dict[str, Any]] = []
+        self.parameters: list[dict[str, Any]] = []
+        self.buffers: list[dict[str, Any]] = []
         self.tensors: list[torch.Tensor | None] = [None] * len(body.tensors)
         self.private = private
-        self.typed: dict[str, torch.Tensor] = {}
+        # By its dtype's name, the whole range as elements of that type: its as_strided and the bytes of an element.
+        self.typed: dict[str, tuple[Callable[..., torch.Tensor], int]] = {}
 
     def run(self) -> Rebuilt:
         self._resolve_modules()
@@ -105,8 +111,7 @@ class _Builder:
             if not record.cls:
                 held = _value(self.modules[record.of], record.at)
                 self._assign(self.modules[record.module], record.steps, held)
-        for slot in self.body.slots:
-            self._fill(slot)
+        self._fill_slots()
         for row in self.body.removed:
             self._remove(row)
         for scalar in self.body.scalars:
@@ -115,46 +120,63 @@ class _Builder:
         for names in self.body.names:
             self._order(names)
         self._nothing_left_on_meta()
-        paths = {
-            path: module for row, module in zip(self.body.modules, self.modules, strict=True) for path in row.paths
-        }
-        return Rebuilt(tuple(self.modules), paths, tuple(self.tensors))
+        return Rebuilt(tuple(self.modules), self.paths, tuple(self.tensors))
 
     def _resolve_modules(self) -> None:
-        known = {"": self.model}
-        for row in self.body.modules:
-            module = self._external_module(row.external) if row.external else self._submodule(row.paths[0], known)
-            if class_name(type(module)) != row.cls:
+        known = self.paths
+        elsewhere: list[tuple[Sequence[str], nn.Module]] = []
+        children: list[dict[str, nn.Module | None]] = []
+        for paths, cls, external in self.body.modules:
+            path = paths[0]
+            module = self._external_module(external) if external else self._submodule(path)
+            if _name_of(type(module)) != cls:
                 raise AttachFailed(
-                    f"the module {row.paths[0] or 'at the root'} is a {class_name(type(module))} here "
-                    f"and a {row.cls} in the set"
+                    f"the module {path or 'at the root'} is a {class_name(type(module))} here and a {cls} in the set"
                 )
-            known[row.paths[0]] = module
+            known[path] = module
+            own = vars(module)
             self.modules.append(module)
-        for row, module in zip(self.body.modules, self.modules, strict=True):
+            self.own.append(own)
+            self.parameters.append(own["_parameters"])
+            self.buffers.append(own["_buffers"])
             # A module of this tree was found by its first path; the others may still lead elsewhere.
-            if row.external or len(row.paths) > 1:
-                for path in filter(None, row.paths if row.external else row.paths[1:]):
-                    self._place_module(path, module, known)
-        expected = {id(None), *map(id, self.modules)}
-        for row, module in zip(self.body.modules, self.modules, strict=True):
-            if not (row.external or expected.issuperset(map(id, module._modules.values()))):
-                name = next(name for name, child in module._modules.items() if id(child) not in expected)
-                raise AttachFailed(f"the set knows no module {f'{row.paths[0]}.{name}'.lstrip('.')}")
+            if external:
+                elsewhere.append((paths, module))
+            else:
+                if len(paths) > 1:
+                    elsewhere.append((paths[1:], module))
+                if below := own["_modules"]:
+                    children.append(below)
+        for others, module in elsewhere:
+            for path in filter(None, others):
+                self._place_module(path, module)
+        known.update({path: module for others, module in elsewhere for path in others})
+        self._no_other_modules(children)
 
-    def _submodule(self, path: str, known: Mapping[str, nn.Module]) -> nn.Module:
+    def _no_other_modules(self, tables: Iterable[dict[str, nn.Module | None]]) -> None:
+        """Every child in ``tables``, the children of this set's own modules, has a row."""
+        rows = {id(None), *map(id, self.modules)}
+        if rows.issuperset(map(id, itertools.chain.from_iterable(table.values() for table in tables))):
+            return
+        for row, own in zip(self.body.modules, self.own, strict=True):
+            for name, child in {} if row.external else own["_modules"].items():
+                if id(child) not in rows:
+                    raise AttachFailed(f"the set knows no module {f'{row.paths[0]}.{name}'.lstrip('.')}")
+
+    def _submodule(self, path: str) -> nn.Module:
         if not path:
             return self.model
         parent, _, name = path.rpartition(".")
-        child = known[parent]._modules.get(name) if parent in known else None
+        holder = self.paths.get(parent)
+        child = None if holder is None else holder._modules.get(name)
         if child is None:
             raise AttachFailed(f"this model has no module {path}")
         return child
 
-    def _place_module(self, path: str, module: nn.Module, known: Mapping[str, nn.Module]) -> None:
+    def _place_module(self, path: str, module: nn.Module) -> None:
         """Make ``path`` lead to ``module``: shared modules stay shared even where construction made two."""
         parent, _, name = path.rpartition(".")
-        holder = known.get(parent)
+        holder = self.paths.get(parent)
         if holder is None:
             raise AttachFailed(f"this model has no module {parent}")
         if holder._modules.get(name) is not module:
@@ -174,15 +196,21 @@ class _Builder:
             raise AttachFailed(f"this set needs tensor {index} of the set {role!r}, which is not attached")
         return tensor
 
+    def _fill_slots(self) -> None:
+        """Nearly all of thousands are a parameter in the place of one, which takes two look-ups."""
+        parameters = self.parameters
+        for slot in self.body.slots:
+            index, place, steps, row, external = slot
+            if place == manifest.PARAMETER and len(steps) == 1 and not external:
+                table, name = parameters[index], steps[0][1]
+                if name in table:
+                    table[name] = self._tensor(row, table[name])
+                    continue
+            self._fill(slot)
+
     def _fill(self, slot: manifest.Slot) -> None:
         module = self.modules[slot.module]
         name = str(slot.steps[0][1])
-        if slot.place == manifest.PARAMETER and len(slot.steps) == 1 and not slot.external:
-            # Nearly all of thousands: a parameter in the place of one.
-            parameters = module._parameters
-            if name in parameters:
-                parameters[name] = self._tensor(slot.tensor, parameters[name])
-                return
         _check_name(name)
         old = _held(module, slot)
         tensor = self._external_tensor(slot.external) if slot.external else self._tensor(slot.tensor, old)
@@ -203,16 +231,16 @@ class _Builder:
         if (made := self.tensors[index]) is not None:
             return made
         row = self.body.tensors[index]
-        data = self._data(row)
-        if row.kind == "parameter":
-            cls = _parameter_class(row.cls, old)
-            tensor: torch.Tensor = torch.Tensor._make_subclass(cls, data, row.requires_grad)
-        else:
-            tensor = data.requires_grad_() if row.requires_grad else data
-        if row.attributes:
+        kind, cls, requires_grad, attributes = row[5:]
+        tensor = self._data(row)
+        if kind == "parameter":
+            tensor = _make_subclass(_parameter_class(cls, old), tensor, requires_grad)
+        elif requires_grad:
+            tensor.requires_grad_()
+        if attributes:
             held = getattr(old, "__dict__", {})
             try:
-                tensor.__dict__.update({name: held[name] for name in row.attributes})
+                tensor.__dict__.update({name: held[name] for name in attributes})
             except KeyError as error:
                 raise AttachFailed(
                     f"a tensor of the set carries the attribute {error}, which this model does not make"
@@ -221,21 +249,24 @@ class _Builder:
         return tensor
 
     def _data(self, row: manifest.Tensor) -> torch.Tensor:
-        dtype = dtype_of(row.dtype)
-        if row.storage < 0:
-            raw = bytearray(self.body.inline[-row.storage - 1])
+        index, offset, shape, stride, dtype = row[:5]
+        if index < 0:
+            raw = bytearray(self.body.inline[-index - 1])
             flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
-            return view(flat.clone(), 0, row.shape, row.stride, dtype)
-        storage = self.body.storages[row.storage]
-        if not storage.shared:
-            return view(self.private[row.storage], row.offset * dtype.itemsize, row.shape, row.stride, dtype)
-        if (row.offset + extent(row.shape, row.stride)) * dtype.itemsize > storage.bytes:
+            return view(flat.clone(), 0, shape, stride, dtype_of(dtype))
+        start, size, shared = self.body.storages[index]
+        if not shared:
+            return view(self.private[index], offset * dtype_of(dtype).itemsize, shape, stride, dtype_of(dtype))
+        as_strided, itemsize = self.typed.get(dtype) or self._as(dtype)
+        if (offset + _extent(shape, stride)) * itemsize > size:
             raise ValueError(f"a tensor that leaves its storage: {row}")
         # One call a tensor: hundreds of them are most of what an attach does on the host.
-        typed = self.typed.get(row.dtype)
-        if typed is None:
-            typed = self.typed[row.dtype] = self.base.view(dtype)
-        return typed.as_strided(row.shape, row.stride, storage.offset // dtype.itemsize + row.offset)
+        return as_strided(shape, stride, start // itemsize + offset)
+
+    def _as(self, name: str) -> tuple[Callable[..., torch.Tensor], int]:
+        dtype = dtype_of(name)
+        made = self.typed[name] = (self.base.view(dtype).as_strided, dtype.itemsize)
+        return made
 
     def _assign(self, module: nn.Module, steps: Sequence[Step], value: object) -> None:
         holder = _value(module, steps[:-1])
@@ -310,24 +341,32 @@ class _Builder:
 
     def _nothing_left_on_meta(self) -> None:
         """What construction made is in the manifest, slot by slot; this catches a construction that made more here."""
-        tables: list[dict[str, Any]] = []
-        for module in self.modules:
-            tables += filter(None, (module._parameters, module._buffers))
-        attributes = [vars(module) for module in self.modules]
+        tables = [*filter(None, self.parameters), *filter(None, self.buffers)]
         # Thousands of attributes, hardly a tensor among them: their few types are looked at first, in one go.
-        held = itertools.chain.from_iterable(map(dict.values, attributes))
+        held = itertools.chain.from_iterable(map(dict.values, self.own))
         if any(map(_is_tensor_class, set(map(type, held)))):
-            tables += attributes
+            tables += self.own
         for table in tables:
             for name, value in table.items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     raise AttachFailed(f"the set brings no value for {self._path_of(table)}{name}")
 
     def _path_of(self, table: dict[str, Any]) -> str:
-        for row, module in zip(self.body.modules, self.modules, strict=True):
-            if any(table is own for own in (module._parameters, module._buffers, vars(module))):
+        for row, *held in zip(self.body.modules, self.parameters, self.buffers, self.own, strict=True):
+            if any(table is one for one in held):
                 return f"{row.paths[0]}." if row.paths[0] else ""
         return ""
+
+
+_make_subclass: Callable[[type[torch.Tensor], torch.Tensor, bool], torch.Tensor] = torch.Tensor._make_subclass
+
+
+_name_of: Callable[[type], str] = functools.cache(class_name)
+"""Made once for each class: a model has thousands of modules of few classes."""
+
+
+_extent: Callable[[tuple[int, ...], tuple[int, ...]], int] = functools.cache(extent)
+"""Computed once for each shape: the layers of a model have the same few."""
 
 
 @functools.cache
@@ -423,7 +462,7 @@ def _parameter_class(name: str, old: object) -> type[torch.Tensor]:
 
     Nothing is imported by name: a manifest is data.
     """
-    if isinstance(old, torch.Tensor) and class_name(type(old)) == name:
+    if isinstance(old, torch.Tensor) and _name_of(type(old)) == name:
         return type(old)
     return _loaded_parameter_class(name)
 

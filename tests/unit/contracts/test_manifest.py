@@ -112,16 +112,51 @@ def test_garbage(data: bytes) -> None:
         decode(data)
 
 
-@pytest.mark.parametrize("schema", [0, 1, 3, None, "2"])
+@pytest.mark.parametrize("schema", [0, 2, 4, None, "3"])
 def test_another_schema_says_so(schema: Any) -> None:
-    with pytest.raises(ProtocolError, match=r"a manifest of schema .*; this version reads 2"):
+    with pytest.raises(ProtocolError, match=r"a manifest of schema .*; this version reads 3"):
         decode(json.dumps(plain() | {"schema": schema}).encode())
+
+
+def test_what_repeats_is_written_once() -> None:
+    body = replace(SMALL, slots=(*SMALL.slots, *SMALL.slots))
+    written = json.loads(encode(body))["slots"]
+    assert written[1] == [["parameter", "attribute"], [0, 1, 0, 1]]
+    assert written[2] == [[[["attr", "w"]], [["attr", "t"]]], [0, 1, 0, 1]]
+    assert decode(encode(body)) == body
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [["attribute"], [0, -1]],
+        [["attribute"], [0, 1]],
+        [["attribute"], [0, False]],
+        [["attribute"], [0]],
+        [["attribute"], [0, 0, 0]],
+        [["attribute"], [0, 0], []],
+        [["attribute"]],
+        [["attribute", 1], [0, 0]],
+        ["attribute", [0, 0]],
+        [["attribute"], "00"],
+        ["attribute", "attribute"],
+        [["elsewhere"], [0, 0]],
+    ],
+    ids=str,
+)
+def test_a_column_that_does_not_unfold_is_refused(column: Any) -> None:
+    body = plain()
+    body["slots"][1] = [["attribute"], [0, 0]]
+    decode(json.dumps(body).encode())
+    body["slots"][1] = column
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize("depth", [10, 100_000])
 def test_deep_nesting_is_no_crash(depth: int) -> None:
     with pytest.raises(ProtocolError):
-        decode(b'{"schema": 2, "bytes": ' + b"[" * depth + b"]" * depth + b"}")
+        decode(b'{"schema": 3, "bytes": ' + b"[" * depth + b"]" * depth + b"}")
 
 
 @pytest.mark.parametrize("cls", ["builtins.int", "torch.nn.Module", "triton.kernels", "os"])
