@@ -62,7 +62,8 @@ class Story:
         said = self.host.install(package)
         assert f"nothing is started yet: edit {CONFIG}" in said
         assert self.host.units() == []
-        assert not list(self.host.path("/run/weightcache").iterdir())
+        run = self.host.path("/run/weightcache")
+        assert [path.relative_to(run).as_posix() for path in run.rglob("*")] == ["engines"]
         self.host.join("weightcache")
         self.side.plug_in(self.host)
         return said
@@ -133,12 +134,12 @@ class Story:
     def remove(self) -> None:
         """All is stopped and disabled; the engine goes on."""
         host = self.host
-        host.systemctl("enable", "weightcache-warm@0", EXPORTER)
+        host.systemctl("enable", "weightcache-warm@0", EXPORTER, "weightcache-engine@e-a", "weightcache-http@e.socket")
         host.remove()
         self.engine.check()
         assert host.units() == []
         assert host.links() == []
-        for user in ("weightcache", "weightcache-loader", "weightcache-exporter"):
+        for user in ("weightcache", "weightcache-loader", "weightcache-engine", "weightcache-exporter"):
             assert host.run("pgrep", "--uid", user, check=False).stdout == ""
         assert not host.path("/run/weightcache").exists()
         for folder in ("lib", "libexec", "share"):

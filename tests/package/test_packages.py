@@ -56,7 +56,7 @@ def test_both_packages_have_the_same_content(builds: Builds) -> None:
     assert len(of_both) > 500
     for of_one in (deb, rpm):
         documents = {Path(path).name.removesuffix(".gz") for path in of_one if OWN_PLACES.match(path)}
-        assert {"README.md", "operations.md", "packages.md"} < documents
+        assert {"README.md", "operations.md", "standby.md", "packages.md"} < documents
     assert any(path.endswith("/weightcache/copyright") for path in deb)
     assert any(path.endswith("/LICENSE") for path in rpm if OWN_PLACES.match(path))
 
