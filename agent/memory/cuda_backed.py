@@ -1,8 +1,8 @@
 """GPU addresses that stay, with memory behind them that comes and goes: what an engine's KV buffers are made of.
 
 CUDA Driver API, section "Virtual Memory Management". Tensors and captured graphs name addresses, so that memory may be
-given back and taken again under them. On an NVIDIA H200, taking 60 GiB in pieces of 1 GiB takes 6 ms, giving them back
-3 ms, and the 60 GiB of a process that is killed are free 80 ms later, when it is gone (docs/measurements.md).
+given back and taken again under them. On an NVIDIA H200 that takes tens of milliseconds for 60 GiB, and the 60 GiB of a
+process that is killed are free when it is gone, some 100 ms later (docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from weightcache.memory.cuda_vmm import CudaMemory
+
+
+PIECE = 512 << 20
+"""Bytes of one allocation at most: on an H200 larger ones take several times as long."""
 
 
 class CudaBacked:
@@ -59,9 +63,9 @@ class CudaBacked:
             try:
                 for entry, size in zip(self._ranges, wanted, strict=True):
                     if size > entry.backed:
-                        before = entry.backed
-                        self._extend(entry, size - before)
-                        done.append((entry, before))
+                        done.append((entry, entry.backed))
+                        while size > entry.backed:
+                            self._extend(entry, min(size - entry.backed, PIECE))
             except CudaError:
                 for entry, before in done:
                     self._cut(entry, before)

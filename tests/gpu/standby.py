@@ -116,9 +116,9 @@ class Slots:
         base = GPU_BASE if profile.backend == "cuda" else profile.base
         given = ["--model-path", str(profile.model), *base, *options.sglang, "--port", str(self.number)]
         (folder / "engines").mkdir()
-        (folder / "engines" / f"{NAME}.toml").write_text(
-            f"[engine]\narguments = {json.dumps(given)}\nwithout = {json.dumps(options.without)}\n[standby]\nreserve_gigabytes = {options.reserve}\n"
-        )
+        engine = f"[engine]\narguments = {json.dumps(given)}\nwithout = {json.dumps(options.without)}\n"
+        text = f"{engine}[standby]\nreserve_gigabytes = {options.reserve}\n"
+        (folder / "engines" / f"{NAME}.toml").write_text(text)
 
     def start(self, slot: str) -> None:
         """A launcher, with the listening socket as a service manager would hand it over."""

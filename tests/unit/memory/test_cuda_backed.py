@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.memory.fake_driver import GRANULARITY, CUresult, FakeDriver
 from weightcache.errors import DeviceUnavailable, NoRoom
+from weightcache.memory import cuda_backed
 from weightcache.memory.cuda_backed import CudaBacked
 from weightcache.memory.cuda_vmm import CudaMemory
 
@@ -103,3 +104,20 @@ def test_what_does_not_fit_the_ranges_is_refused() -> None:
     for sizes in ((4 * GRANULARITY, 0), (0,), (-GRANULARITY, 0)):
         with pytest.raises(ValueError, match="not those of the ranges"):
             backed.back(sizes)
+
+
+def test_large_ranges_are_backed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backed, "PIECE", 2 * GRANULARITY)
+    driver = FakeDriver()
+    backed = CudaBacked(CudaMemory(0, driver), (5 * GRANULARITY,))
+    backed.back((GRANULARITY,))
+    backed.back((5 * GRANULARITY,))
+    assert [size // GRANULARITY for _, (size, _) in sorted(driver.mapped.items())] == [1, 2, 2]
+    backed.give_back((GRANULARITY,))
+    assert backed.backed == GRANULARITY
+    driver.free = 3 * GRANULARITY
+    with pytest.raises(NoRoom):
+        backed.back((5 * GRANULARITY,))
+    assert (backed.backed, driver.free) == (GRANULARITY, 3 * GRANULARITY)
+    backed.close()
+    driver.assert_clean()
