@@ -28,6 +28,7 @@ LISTEN_SECONDS = 120.0
 LOOP_SECONDS = 30.0
 """How long an order's work in the event loop may take, beyond what it waits for by order."""
 FLUSH_SECONDS = 10.0
+BEAT_SECONDS = 1.0
 
 _T = TypeVar("_T")
 
@@ -63,7 +64,13 @@ class SlotServer:
             raise SystemExit(f"weightcache: no private socket: {error}") from None
         await sglang.start(original, server, listener, self._around_app)
         self._loop, self._server = asyncio.get_running_loop(), server
+        self._beat(self._loop)
         self.listening.set()
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Again and again, as long as the event loop comes round."""
+        self._channel.beat()
+        loop.call_later(BEAT_SECONDS, self._beat, loop)
 
     def around_warm_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Around SGLang's ``_wait_and_warmup``, which runs in a thread while the server begins to listen."""

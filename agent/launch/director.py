@@ -132,7 +132,7 @@ class Director:
         return min(self._pending.due(), self._hung_at(), self._look_at)
 
     def healthy(self, now: float) -> bool:
-        """Whether every rank was heard of lately, or the engine is starting and may be silent."""
+        """Whether every process was heard of lately, or the engine is starting and may be silent."""
         return self.step is not Step.ENDED and now < self._hung_at()
 
     # -- the steps -----------------------------------------------------------------------------------------------------
@@ -248,10 +248,10 @@ class Director:
     def _hung_at(self) -> float:
         if self.step is Step.STARTING:
             return self.began + self.limits.start
-        return self.limits.hang + min(member.beat for rank, member in self.members.items() if rank != MAIN)
+        return self.limits.hang + min(member.beat for member in self.members.values())
 
     def _silent(self, now: float) -> str:
         if self.step is Step.STARTING:
             return f"the engine is not ready after {now - self.began:.0f} s"
-        rank = min((rank for rank in self.members if rank != MAIN), key=lambda rank: self.members[rank].beat)
+        rank = min(self.members, key=lambda rank: self.members[rank].beat)
         return f"{named(rank)} has said nothing for {now - self.members[rank].beat:.1f} s"

@@ -53,7 +53,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The rank's event loop came round; sent by its own thread, about once a second."""
+    """The event loop of the rank, or of the HTTP server, came round; sent by its own thread, about once a second."""
 
 
 @dataclass(frozen=True, slots=True)

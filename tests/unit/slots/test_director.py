@@ -108,7 +108,7 @@ class Play:
 
     def wait(self, seconds: float, beats: bool = True) -> None:
         self.now += seconds
-        for rank in (0, 1):
+        for rank in (MAIN, 0, 1):
             if beats and rank in self.director.members:
                 self.director.heard(rank, Beat(), self.now)
         self.director.tick(self.now)
@@ -460,18 +460,19 @@ def test_without_a_roster_nobody_is_promoted(broken: str, reason: str) -> None:
     assert (play.world.ended, play.pending()) == ([reason], [])
 
 
-def test_hung_is_a_rank_that_was_not_heard_of_for_too_long() -> None:
+@pytest.mark.parametrize(("hung", "who"), [(1, "rank 1"), (MAIN, "the main process")])
+def test_hung_is_a_process_that_was_not_heard_of_for_too_long(hung: int, who: str) -> None:
     play = Play()
     play.to(Step.ACTIVE)
     play.wait(30)
     play.now += LIMITS.hang - 1
-    play.director.heard(0, Beat(), play.now)
-    play.director.heard(MAIN, Beat(), play.now)
+    for rank in {MAIN, 0, 1} - {hung}:
+        play.director.heard(rank, Beat(), play.now)
     assert play.director.healthy(play.now)
     assert play.director.due() <= play.now + 1
     play.wait(1, beats=False)
     assert not play.director.healthy(play.now)
-    assert play.world.ended == ["rank 1 has said nothing for 60.0 s"]
+    assert play.world.ended == [f"{who} has said nothing for 60.0 s"]
 
 
 def test_an_engine_that_starts_may_be_silent_but_not_for_ever() -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 
+import pytest
+
 from tests.unit.launch.support import alive, eventually
 from tests.unit.slots.support import OTHER, Slots, clients, request
 
@@ -95,16 +97,17 @@ def test_a_standby_that_died_is_started_again_and_is_no_loss(slots: Slots) -> No
     slots.check_never_two()
 
 
-def test_a_hung_active_one_is_replaced(slots: Slots) -> None:
+@pytest.mark.parametrize("hung", ["Rank", "Main"])
+def test_a_hung_active_one_is_replaced(slots: Slots, hung: str) -> None:
     slots.configure(hang_seconds=0.7)
     slots.start("a")
     slots.until("a", "active")
     slots.start("b")
     slots.until("b", "standby")
     with clients(slots.address, 2) as answers:
-        (slots.journal / "hang-a").touch()
+        (slots.journal / f"hang-a-{hung}").touch()
         slots.until("b", "active")
-        (slots.journal / "hang-a").unlink()
+        (slots.journal / f"hang-a-{hung}").unlink()
         slots.until("a", "standby")
     assert any("has said nothing for" in line and line.endswith(": ending the engine") for line in slots.lines("a"))
     assert not [answer for answer in answers if answer.who is None]

@@ -95,6 +95,12 @@ class Process:
     def orphaned(self):
         os._exit(1)
 
+    def beat(self):
+        while True:
+            if not (HERE / f"hang-{SLOT}-{type(self).__name__}").exists():
+                self.send(Beat())
+            time.sleep(0.05)
+
     def carry_out(self, order, fds):
         for wrong in HERE.glob(f"wrong-{SLOT}-{type(order).__name__}"):
             if wrong.read_text() == "silent":
@@ -118,12 +124,6 @@ class Rank(Process):
         self.owning.end()
         self.lock.give_back()
         return {}
-
-    def beat(self):
-        while True:
-            if not (HERE / f"hang-{SLOT}").exists():
-                self.send(Beat())
-            time.sleep(0.05)
 
     def orphaned(self):
         if not (HERE / f"linger-{SLOT}").exists():
@@ -197,6 +197,7 @@ def main():
     process = Main(-1, 0)
     (HERE / f"environment-{SLOT}").write_text("\n".join(f"{name}={value}" for name, value in os.environ.items()))
     process.send(Ready())
+    threading.Thread(target=process.beat, daemon=True).start()
     process.serve()
 
 
