@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import socket
@@ -36,7 +37,7 @@ class SlotLauncher:
     """Takes connections at ``path``, keeps what each process says, and gives orders."""
 
     def __init__(self, path: Path) -> None:
-        self.beats = 0
+        self.beats: collections.Counter[int] = collections.Counter()
         self.said: dict[int, list[Answer]] = {}
         self.pids: dict[int, int] = {}
         self._numbers = itertools.count(1)
@@ -95,11 +96,11 @@ class SlotLauncher:
         with self._changed:
             assert self._changed.wait_for(lambda: rank in self._connections, seconds), self.said
 
-    def wait_beats(self, number: int, seconds: float = 20.0) -> None:
-        """Until event loops came round so many more times."""
+    def wait_beats(self, rank: int, number: int, seconds: float = 20.0) -> None:
+        """Until the event loop of a process came round so many more times."""
         with self._changed:
-            target = self.beats + number
-            assert self._changed.wait_for(lambda: self.beats >= target, seconds), self.beats
+            target = self.beats[rank] + number
+            assert self._changed.wait_for(lambda: self.beats[rank] >= target, seconds), self.beats
 
     def close(self) -> None:
         """End as a killed launcher does: every connection ends."""
@@ -140,7 +141,7 @@ class SlotLauncher:
                         self._connections[rank], self.pids[rank] = sock, transport.peer_credentials(sock)[0]
                     assert rank is not None, message
                     if isinstance(message, Beat):
-                        self.beats += 1
+                        self.beats[rank] += 1
                     else:
                         self.said.setdefault(rank, []).append(message)
                     self._changed.notify_all()

@@ -149,7 +149,7 @@ def test_a_beat_a_second_and_the_loop_goes_on(here: Here, monkeypatch: pytest.Mo
     monkeypatch.undo()
     here.rank.ready()
     here.launcher.wait_ready([1], SECONDS)
-    assert here.launcher.beats == 3
+    assert here.launcher.beats.total() == 3
 
 
 def test_a_process_that_is_no_rank_says_nothing(runtime_dir: Path) -> None:
