@@ -110,7 +110,9 @@ def _supervise(start: Start, pool: Pool | None, slot: Slot | None) -> int:
         try:
             life = _live(start, pool)
         except WeightcacheError as error:
-            if not restarts or isinstance(error, UsageError | ConfigError) or deaths + 1 >= MOST_DEATHS:
+            # The service manager starts a slot's launcher again at once: the pauses have to be here.
+            at_once = slot is None and not restarts
+            if at_once or isinstance(error, UsageError | ConfigError) or deaths + 1 >= MOST_DEATHS:
                 raise
             life = _Life(error.exit_status, f"cannot be started: {error.message}")
         if life.interrupted:

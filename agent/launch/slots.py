@@ -41,6 +41,7 @@ def completed(options: Options, name: SlotName) -> tuple[Options, EngineConfig]:
         sglang=config.sglang,
         python=table.python,
         on_mismatch=table.on_mismatch,
+        wait_seconds=table.wait_seconds,
         # No warm workers: the other slot's engine is warmer, and they would take memory twice.
         without=tuple({*table.without, "workers"}),
         restart=True,

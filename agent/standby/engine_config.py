@@ -30,8 +30,8 @@ class EngineTable:
 
     ``priority``: a higher one is the more important. ``python``: of the SGLang environment, as for --wcache-python.
     ``on_mismatch`` and ``without``: as for --wcache-on-mismatch and --wcache-without; an engine whose weights are not
-    shared would take the active one's memory, so that it does not start by default. ``environment`` is added to both
-    engines' environment.
+    shared would take the active one's memory, so that it does not start by default. ``wait_seconds``: for a load that is
+    under way, as after a boot. ``environment`` is added to both engines' environment.
     """
 
     arguments: tuple[str, ...]
@@ -39,6 +39,7 @@ class EngineTable:
     priority: int = 0
     python: str = ""
     on_mismatch: OnMismatch = "error"
+    wait_seconds: float = 600.0
     without: tuple[Lever, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -158,6 +159,8 @@ def _check_engine(engine: EngineTable, given: Given) -> None:
             raise DecodeError("engine.environment", f"{shown(variable)} is no name for an environment variable")
     if engine.python and not engine.python.startswith("/"):
         raise DecodeError("engine.python", f"expected an absolute path, got {shown(engine.python)}")
+    if engine.wait_seconds < 0:
+        raise DecodeError("engine.wait_seconds", f"must be 0 or greater, got {engine.wait_seconds:g}")
     if why := why_no_socket(given, engine.environment) or _why_not_twice(given):
         raise DecodeError("engine.arguments", f"no engine with a standby can have these: {why}")
 

@@ -138,6 +138,17 @@ def test_a_signal_between_two_engines_leaves_nothing_behind(slots: Slots) -> Non
     assert not slots.paths.control("a").exists()
 
 
+def test_a_first_start_without_weights_is_tried_again_with_pauses(slots: Slots) -> None:
+    """As after a boot, before an agent runs: the service manager would start the launcher again at once."""
+    file = slots.folder / "engines" / "demo.toml"
+    file.write_text(file.read_text().replace("'fallback'", "'error'"))
+    slots.more["FIRST_PAUSE"] = "60"
+    slots.start("a")
+    assert eventually(lambda: "starting it again in 30 s" in slots.log("a"), 20), slots.log("a")
+    assert "the engine cannot be started: no agent" in slots.log("a")
+    assert slots.launchers["a"].poll() is None
+
+
 def test_who_may_give_commands(slots: Slots) -> None:
     slots.start("a")
     slots.until("a", "active")

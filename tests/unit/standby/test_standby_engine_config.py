@@ -30,6 +30,7 @@ def test_the_defaults() -> None:
     assert config.sglang == ("--model-path", "/m", "--port", "30000", "--host", "127.0.0.1")
     engine, standby = config.engine, config.standby
     assert (engine.priority, engine.python, engine.on_mismatch, engine.without) == (0, "", "error", ())
+    assert engine.wait_seconds == 600.0
     assert (standby.hang_seconds, standby.drain_seconds, standby.own_seconds) == (60.0, 30.0, 60.0)
 
 
@@ -63,6 +64,7 @@ def test_what_is_said_twice_is_passed_on_once() -> None:
         (GOOD + "[standby]\ndrain_seconds = -1\n", "standby.drain_seconds: must be 0 or greater"),
         (GOOD + "[standby]\nown_seconds = 0\n", "standby.own_seconds: must be greater than 0"),
         (GOOD + "[standby]\nreserve_gigabytes = -1\n", "standby.reserve_gigabytes: must be 0 or greater"),
+        (GOOD + "wait_seconds = -1\n", "engine.wait_seconds: must be 0 or greater"),
         (GOOD + 'priority = "high"\n', "engine.priority: expected a whole number"),
         (GOOD + 'without = ["weights"]\n', "engine.without[0]: expected"),
         (GOOD + 'on_mismatch = "disk"\n', "engine.on_mismatch: expected"),
