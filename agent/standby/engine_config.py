@@ -30,8 +30,8 @@ class EngineTable:
 
     ``priority``: a higher one is the more important. ``python``: of the SGLang environment, as for --wcache-python.
     ``on_mismatch`` and ``without``: as for --wcache-on-mismatch and --wcache-without; an engine whose weights are not
-    shared would take the active one's memory, so that it does not start by default. ``wait_seconds``: for a load that is
-    under way, as after a boot. ``environment`` is added to both engines' environment.
+    shared would take the active one's memory, so that it does not start by default. ``wait_seconds``: for a load that
+    is under way, as after a boot. ``environment`` is added to both engines' environment.
     """
 
     arguments: tuple[str, ...]
