@@ -148,14 +148,16 @@ def give_back() -> int:
     return sum(buffers.backed_bytes for buffers in KvBuffers.made)
 
 
-def hooks(plan: Path, lock: Path, reserve_bytes: int) -> dict[str, Callable[..., Any]]:
+def hooks(plan: Path, lock: Path, reserve_bytes: int, kv_bytes: int = 0) -> dict[str, Callable[..., Any]]:
     """What is hooked in a scheduler of an engine in a slot, on a GPU.
 
     ``plan`` is the file in which the slots of an engine agree on the bytes of their KV pool; ``reserve_bytes`` are left
-    free for the other slot.
+    free for the other slot. With ``kv_bytes`` there is nothing to measure and to agree on.
     """
 
     def profile_bytes(original: Callable[..., int], configurator: Any, *args: Any, **kwargs: Any) -> int:
+        if kv_bytes:
+            return kv_bytes
         key = list(sglang.plan_key(configurator))
         return planned(plan, lock, key, lambda: original(configurator, *args, **kwargs) - reserve_bytes)
 

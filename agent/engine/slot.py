@@ -61,7 +61,10 @@ def rank_hooks(directive: Directive) -> dict[str, Callable[..., Any]]:
     if directive.backend == "cuda":
         from weightcache.engine import parked_kv
 
-        memory, hooks = parked_kv.ParkedMemory(), parked_kv.hooks(Path(slot.plan), Path(slot.lock), slot.reserve_bytes)
+        memory, hooks = (
+            parked_kv.ParkedMemory(),
+            parked_kv.hooks(Path(slot.plan), Path(slot.lock), slot.reserve_bytes, slot.kv_bytes),
+        )
     rank = slot_rank.SlotRank(directive, slot, memory)
     _rank.append(rank)
     return {**hooks, adapter_slot.RANK_KNOWN: rank.around_rank_known, adapter_slot.INPUT: rank.around_input}

@@ -31,7 +31,9 @@ class Board:
         self._earlier: tuple[Process, ...] = ()
         self._written: SlotStatus | None = None
         self._complained = False
-        self.status = replace(initial, promotions=before.promotions if before else ())
+        self.status = initial
+        if before:
+            self.status = replace(initial, promotions=before.promotions, promoted=before.promoted)
         self.problem = ""
 
     def engine_starts(self) -> None:
@@ -45,7 +47,8 @@ class Board:
     def promoted(self, promotion: Promotion) -> None:
         """It became the active one."""
         promotions = (*self.status.promotions, promotion)[-status.MOST_PROMOTIONS :]
-        self.status = replace(self.status, promotions=promotions)
+        promoted = self.status.promoted | {promotion.cause: self.status.promoted.get(promotion.cause, 0) + 1}
+        self.status = replace(self.status, promotions=promotions, promoted=promoted)
 
     def predecessor(self, inherited: Iterable[Process]) -> str:
         """Whose the processes are that were in the roster: the other slot's, but for a slot that has only itself."""

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from weightcache.standby.messages import Answer, Done, Order, Process, Role
     from weightcache.standby.status import Promotion
 
-_STAYS = (Step.OWNING, Step.ACCEPTING, Step.ACTIVE, Step.DRAINING, Step.RELEASING, Step.YIELDING)
+_STAYS = (Step.CLEARING, Step.OWNING, Step.ACCEPTING, Step.ACTIVE, Step.DRAINING, Step.RELEASING, Step.YIELDING)
 """While the lock is this engine's, it should not just end: requests may run."""
 LOOK = 1.0
 """Seconds between two looks at the marker, which the other launcher may make and remove."""
+CLEAR_LOOK = 0.02
+"""Seconds between two looks whether others have given back their memory."""
 REST_LOOK = 0.2
 """Seconds between two looks whether somebody has taken the lock that this engine gave back."""
 
@@ -50,6 +52,8 @@ class Director:
     _pending: Pending = field(default_factory=Pending)
     _trial: Trial | None = None
     _rest_until: float = 0.0
+    _clear_until: float = 0.0
+    _fence: tuple[Process, ...] = ()
     _look_at: float = 0.0
 
     @property
@@ -119,9 +123,9 @@ class Director:
             self._end(self._silent(now))
         elif self.step is Step.ACTIVE and self._parked:
             self._drain(now)
-        elif self.step is Step.RESTING:
+        elif self.step in (Step.RESTING, Step.CLEARING):
             try:
-                self._settle(now)
+                self._settle(now) if self.step is Step.RESTING else self._clear(now)
             except WeightcacheError as error:
                 self._end(error.message)
 
@@ -179,6 +183,7 @@ class Director:
                     self._order(Step.YIELDING, (MAIN,), messages.Yield, self.limits.order, now)
                 case Step.YIELDING:
                     self.step = Step.RESTING
+                    self.world.tell_others()
                     if not self._parked:
                         self._rest_until, self._look_at = now + self.limits.rest, now + REST_LOOK
                 case _:  # the lock was given back at once
@@ -198,6 +203,23 @@ class Director:
         # From here on nobody can miss anyone of them, whatever dies when.
         self.world.enroll((*fence, *self.own))
         self._reached("roster", now)
+        self.step, self._fence, self._clear_until = Step.CLEARING, fence, now + self.limits.clear
+        self.world.tell_others()  # also one that is about to take memory: it is not in the way yet
+        self._clear(now)
+
+    def _clear(self, now: float) -> None:
+        """Less important engines see that the lock is taken, and park; they need no order."""
+        if self._parked or self.stopping:
+            self.world.enroll(self._fence)
+            self._order(Step.REFUSING, (MAIN,), messages.Yield, self.limits.order, now)
+            return
+        if others := self.world.in_the_way():
+            self._look_at = now + CLEAR_LOOK
+            if now >= self._clear_until:
+                self._end(f"{', '.join(others)} did not give back memory within {self.limits.clear:.0f} s")
+            return
+        fence = self._fence
+        self._reached("clear", now)
         self._order(Step.OWNING, range(self.ranks), lambda number: messages.Own(number, fence), self.limits.own, now)
 
     def _accepting(self, now: float) -> None:
@@ -206,6 +228,7 @@ class Director:
         if self._trial is not None:
             self.promotion, self._trial = self._trial.promotion(now), None
         self.world.enroll(self.own)
+        self._see_marker(now)  # a more important engine may have come meanwhile, and waits
         if self._parked or self.stopping:
             self._drain(now)
 

@@ -21,6 +21,7 @@ class Step(enum.Enum):
     RESTING = "no order"
     ELECTING = "Elect"
     REFUSING = "Yield, since the engine is parked"
+    CLEARING = "until less important engines have given back their memory"
     OWNING = "Own"
     ACCEPTING = "Accept"
     ACTIVE = "accepts, no order"
@@ -32,6 +33,7 @@ class Step(enum.Enum):
 
 _ROLES: dict[Step, Role] = {
     Step.STARTING: "starting",
+    Step.CLEARING: "promoting",
     Step.OWNING: "promoting",
     Step.ACCEPTING: "promoting",
     Step.ACTIVE: "active",

@@ -21,6 +21,7 @@ from weightcache.standby import files, messages
 from weightcache.standby.control import Command, Reply
 from weightcache.standby.locks import ByteLock
 from weightcache.standby.messages import Joined
+from weightcache.standby.priority import Claim
 
 if TYPE_CHECKING:
     import socket
@@ -59,6 +60,8 @@ class Slot:
         """Whether the engine of this life, or the last one, was ready to take over."""
         self._paths, self._limits, self._ranks = paths, limits, ranks
         self._board, self._manager = board, manager
+        known = board.status
+        self._claim = Claim(paths, frozenset(known.gpus), known.priority)
         self._director: Director | None = None
         self._role: Role = "starting"
         self._began = self._ping_at = time.monotonic()
@@ -94,6 +97,7 @@ class Slot:
             os.fspath(self._paths.private(self.name.slot)),
             os.fspath(self._paths.plan),
             self._limits.reserve_bytes,
+            self._limits.kv_bytes,
         )
 
     def over(self, text: str) -> None:
@@ -116,7 +120,7 @@ class Slot:
         self._clear_private()
         self._began = time.monotonic()
         self._channel = Channel(self._channel_path, self._ranks)
-        self._world = SlotWorld(self.name, self._paths, self._channel, self.listener)
+        self._world = SlotWorld(self.name, self._paths, self._channel, self.listener, self._claim)
         self._director = Director(self._world, self._ranks, self._limits, self._began)
         self._selector.register(self._channel, selectors.EVENT_READ)
         self.stood = self._said_end = False
@@ -195,8 +199,12 @@ class Slot:
             say(f"slot {self.name}: {line}")
         if self._role in ("standby", "parked", "active"):
             self.stood = True
-            self._board.problem = ""
+            self._board.problem = self._outranked()
             self._manager.ready()
+
+    def _outranked(self) -> str:
+        rival = self._world.rival if self._role == "parked" else ""
+        return f"{rival} is more important, and has the same GPU" if rival else ""
 
     def _line(self, director: Director, before: Role) -> str:
         if self._role == "active" and director.promotion is not None:
@@ -206,6 +214,8 @@ class Slot:
             return ""
         if not self.stood:
             return f"{self._role} (ready after {time.monotonic() - self._began:.1f} s)"
+        if why := self._outranked():
+            return f"parked: {why}"
         return "retired" if before == "retiring" and self._role == "standby" else self._role
 
     def _publish(self) -> None:

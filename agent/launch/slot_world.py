@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import threading
 import time
 from typing import TYPE_CHECKING
 
-from weightcache.standby import locks, roster, status
+from weightcache.errors import WeightcacheError
+from weightcache.standby import control, locks, roster, status
 from weightcache.standby.messages import Accept
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterable
+    from pathlib import Path
 
     from weightcache.launch.channel import Channel
     from weightcache.standby.messages import Order, Process, Role
     from weightcache.standby.places import EnginePaths, SlotName
+    from weightcache.standby.priority import Claim
+
+TELL_SECONDS = 5.0
 
 
 class SlotWorld:
     """See weightcache.launch.world.World. ``listener`` stays the caller's; ``ended`` says why the engine is to end."""
 
-    def __init__(self, name: SlotName, paths: EnginePaths, channel: Channel, listener: socket.socket) -> None:
+    def __init__(
+        self, name: SlotName, paths: EnginePaths, channel: Channel, listener: socket.socket, claim: Claim
+    ) -> None:
         self._other = name.other
+        self._claim = claim
+        self.rival = ""
+        """The more important engine that was seen last."""
         self._paths = paths
         self._channel = channel
         self._listener = listener
@@ -56,8 +68,18 @@ class SlotWorld:
         return locks.is_taken(self._paths.lock, 0)
 
     def parked(self) -> bool:
-        """Whether the marker is there."""
-        return os.path.lexists(self._paths.parked)
+        """Whether the marker is there, or a more important engine."""
+        self.rival = self._claim.more_important()
+        return bool(self.rival) or os.path.lexists(self._paths.parked)
+
+    def in_the_way(self) -> tuple[str, ...]:
+        """Whoever is less important, and has not parked yet."""
+        return self._claim.in_the_way()
+
+    def tell_others(self) -> None:
+        """By a thread of its own: launchers answer when they can, and would look by themselves a little later."""
+        for path in self._claim.less_important():
+            threading.Thread(target=_have_look, args=(path,), daemon=True).start()
 
     def other(self) -> Role:
         """What the other slot says of itself."""
@@ -67,6 +89,11 @@ class SlotWorld:
         """Kill who has joined now; who holds this sees to the rest."""
         self.ended = reason
         self._channel.kill()
+
+
+def _have_look(path: Path) -> None:
+    with contextlib.suppress(WeightcacheError, OSError):
+        control.ask(path, control.Command("report"), TELL_SECONDS)
 
 
 def other(paths: EnginePaths, name: SlotName) -> Role:

@@ -19,6 +19,9 @@ from weightcache.standby import engine_config, fence
 from weightcache.standby.places import EnginePaths
 from weightcache.standby.status import SlotStatus
 
+HOST = "host"
+"""In the place of a GPU, where memory of the host is the device's."""
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -69,6 +72,7 @@ def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot
         standby.drain_seconds,
         standby.hang_seconds,
         reserve_bytes=int(standby.reserve_gigabytes * 2**30),
+        kv_bytes=int(standby.kv_gigabytes * 2**30),
     )
     initial = SlotStatus(
         name.engine,
@@ -79,10 +83,18 @@ def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot
         priority=config.engine.priority,
         model=config.model,
         listen=config.listen,
+        gpus=_gpus(launch),
+        size=len(layout.ranks(launch)),
     )
     board = Board(paths.status(name.slot), initial)
     with handed, Slot(name, paths, handed, limits, len(layout.ranks(launch)), board, manager) as slot:
         yield slot
+
+
+def _gpus(launch: Given) -> tuple[str, ...]:
+    """Whose memory this engine shares with others."""
+    _, ranks = layout.rank_configs(launch)
+    return tuple(sorted({rank.gpu or HOST for rank in ranks}))
 
 
 def _check_paths(paths: EnginePaths, name: SlotName) -> None:

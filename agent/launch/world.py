@@ -33,7 +33,13 @@ class World(Protocol):
         """Whether anybody has the lock's byte 0."""
 
     def parked(self) -> bool:
-        """Whether the marker of a parked engine is there."""
+        """Whether the marker of a parked engine is there, or a more important engine has the GPU."""
+
+    def in_the_way(self) -> tuple[str, ...]:
+        """Less important engines that have memory of the same GPU still."""
+
+    def tell_others(self) -> None:
+        """Have less important engines on the same GPU look now, instead of in a second."""
 
     def other(self) -> Role:
         """What the other slot's engine is."""
@@ -48,7 +54,8 @@ class Limits:
 
     ``start``: until a process that says nothing yet counts as hung. ``rest``: how long one that has retired leaves the
     lock to others. ``margin``: how much longer than ``drain`` retiring may take. ``reserve_bytes``: GPU memory that the
-    active engine leaves to a standby.
+    active engine leaves to a standby. ``kv_bytes``: KV memory on each GPU, 0 if that is measured. ``clear``: how long
+    less important engines may take to give theirs back.
     """
 
     own: float
@@ -59,6 +66,8 @@ class Limits:
     rest: float = 10.0
     margin: float = 45.0
     reserve_bytes: int = 0
+    kv_bytes: int = 0
+    clear: float = 180.0
 
 
 @dataclass(slots=True)

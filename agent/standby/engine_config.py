@@ -6,6 +6,7 @@ Whatever is wrong with a file, or cannot work with two engines on one host, is a
 from __future__ import annotations
 
 import ipaddress
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,13 +53,14 @@ class StandbyTable:
     wait until the processes of the engine before are gone, and map KV memory.
 
     ``reserve_gigabytes`` (2**30 bytes): GPU memory that an active engine leaves to a standby, for its context, graphs
-    and workspaces.
+    and workspaces. ``kv_gigabytes``: KV memory on each GPU; 0: what is free when the first engine starts, less that.
     """
 
     hang_seconds: float = 60.0
     drain_seconds: float = 30.0
     own_seconds: float = 60.0
     reserve_gigabytes: float = 8.0
+    kv_gigabytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +95,29 @@ class EngineConfig:
 
 def names() -> tuple[str, ...]:
     """The engines that have a file, in alphabetical order. Raises ConfigError."""
+    found, problem = look()
+    if problem:
+        raise ConfigError(problem)
+    return found
+
+
+def look() -> tuple[tuple[str, ...], str]:
+    """The engines that have a file, in alphabetical order, and in one sentence why that may not be all, or nothing."""
+    directory, problem = config_dir(), ""
     try:
-        found = sorted(path.stem for path in config_dir().glob("*.toml") if not path.name.startswith("."))
+        files = [Path(name) for name in os.listdir(directory)]
+    except (FileNotFoundError, NotADirectoryError):
+        return (), ""
     except OSError as error:
-        raise ConfigError(f"{shown_path(config_dir())}: cannot be read ({error.strerror})") from None
-    for name in found:
-        try:
-            engine_name(name)
-        except UsageError as error:
-            raise ConfigError(f"{shown_path(config_dir() / name)}.toml: {error.message}") from None
-    return tuple(found)
+        return (), f"{shown_path(directory)}: cannot be read ({error.strerror})"
+    found = []
+    for file in sorted(files):
+        if file.suffix == ".toml" and not file.name.startswith("."):
+            try:
+                found.append(engine_name(file.stem))
+            except UsageError as error:
+                problem = problem or f"{shown_path(directory / file)}: {error.message}"
+    return tuple(found), problem
 
 
 def load(name: str) -> EngineConfig:
@@ -143,8 +158,9 @@ def _check_standby(standby: StandbyTable) -> None:
         raise DecodeError("standby.drain_seconds", f"must be 0 or greater, got {standby.drain_seconds:g}")
     if standby.own_seconds <= 0:
         raise DecodeError("standby.own_seconds", f"must be greater than 0, got {standby.own_seconds:g}")
-    if standby.reserve_gigabytes < 0:
-        raise DecodeError("standby.reserve_gigabytes", f"must be 0 or greater, got {standby.reserve_gigabytes:g}")
+    for name in ("reserve_gigabytes", "kv_gigabytes"):
+        if getattr(standby, name) < 0:
+            raise DecodeError(f"standby.{name}", f"must be 0 or greater, got {getattr(standby, name):g}")
 
 
 def _check_engine(engine: EngineTable, given: Given) -> None:

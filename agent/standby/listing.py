@@ -10,7 +10,7 @@ from weightcache.errors import ConfigError, UsageError
 from weightcache.standby import engine_config, status
 from weightcache.standby.messages import Role
 from weightcache.standby.places import SLOTS, EnginePaths, slot_name
-from weightcache.standby.status import SlotStatus
+from weightcache.standby.status import Promotion, SlotStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,16 @@ class SlotView:
     role: Role
     status: SlotStatus | None
     problem: str
+
+    @property
+    def hidden(self) -> bool:
+        """Whether there is a status that cannot be read or understood, so that ``role`` says nothing."""
+        return self.status is None and bool(self.problem)
+
+    @property
+    def last(self) -> Promotion | None:
+        """The last promotion that is known."""
+        return self.status.promotions[-1] if self.status and self.status.promotions else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +57,21 @@ class EngineView:
 
 def all_engines(directory: Path) -> tuple[EngineView, ...]:
     """Those with a file, and those that have a status below ``directory`` all the same. Raises ConfigError."""
-    found = set(engine_config.names())
+    found, problem = known_engines(directory)
+    if problem:
+        raise ConfigError(problem)
+    return found
+
+
+def known_engines(directory: Path) -> tuple[tuple[EngineView, ...], str]:
+    """The same, as far as they can be found, and in one sentence why some may be missing, or nothing.
+
+    Who may enter ``directory``, and not list it, finds those with a file.
+    """
+    names, problem = engine_config.look()
+    found = set(names)
     try:
-        files = [path.stem for path in directory.glob("*.json")]
+        files = [Path(name).stem for name in os.listdir(directory) if name.endswith(".json")]
     except OSError:
         files = []
     for name in files:
@@ -57,7 +79,7 @@ def all_engines(directory: Path) -> tuple[EngineView, ...]:
             found.add(slot_name(name).engine)
         except UsageError:
             continue
-    return tuple(look(EnginePaths(directory, name)) for name in sorted(found))
+    return tuple(look(EnginePaths(directory, name)) for name in sorted(found)), problem
 
 
 def look(paths: EnginePaths) -> EngineView:

@@ -29,7 +29,8 @@ class Slot:
     ``channel``: path of the launcher's socket for this protocol. ``lock``: path of the file whose bytes are the
     engine's resources (weightcache.standby.locks). ``private``: path of the Unix socket that the HTTP server listens
     on while it is no active one. ``plan``: path of the file in which both slots agree on the bytes of KV memory, and
-    ``reserve_bytes``: GPU memory that the active engine leaves to the standby.
+    ``reserve_bytes``: GPU memory that the active engine leaves to the standby. ``kv_bytes``: of KV memory on each GPU,
+    0 if that is to be measured.
     """
 
     channel: str
@@ -37,6 +38,7 @@ class Slot:
     private: str
     plan: str = ""
     reserve_bytes: int = 0
+    kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

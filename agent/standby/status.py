@@ -14,6 +14,9 @@ from weightcache.standby import fence, files
 from weightcache.standby.messages import Process, Role
 
 MOST_PROMOTIONS = 20
+MODE = 0o644
+"""Who watches is in no group that may do anything. Neither arguments nor environments are in it."""
+
 Cause = Literal["start", "death", "promote", "wake"]
 """Why an engine was promoted: none was active since the slots started, the active one died, or somebody asked."""
 
@@ -33,7 +36,9 @@ class SlotStatus:
     """A slot and its engine. ``since``: seconds since 1970, when it took its role. ``listen``: HOST:PORT.
 
     ``restarts`` counts the engines that this launcher has started again. ``problem`` is one sentence, or empty.
-    ``memory``: bytes on all its GPUs together, None where nobody has measured. ``promotions``: the newest last.
+    ``memory``: bytes on all its GPUs together, None where nobody has measured. ``promotions``: the newest last, and
+    ``promoted``: how many there ever were, by cause.
+    ``gpus``: UUIDs, "host" without GPUs. ``size``: how many ranks the engine has.
     """
 
     engine: str
@@ -50,13 +55,16 @@ class SlotStatus:
     problem: str = ""
     memory: int | None = None
     promotions: tuple[Promotion, ...] = ()
+    promoted: dict[str, int] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+    size: int = 0
     schema: Literal[1] = 1
 
 
 def write(path: Path, status: SlotStatus) -> None:
-    """Replace the file. Raises WeightcacheError."""
+    """Replace the file, which everybody may read. Raises WeightcacheError."""
     status = dataclasses.replace(status, promotions=status.promotions[-MOST_PROMOTIONS:])
-    files.replace(path, json.dumps(records.to_plain(status), indent=1) + "\n")
+    files.replace(path, json.dumps(records.to_plain(status), indent=1) + "\n", MODE)
 
 
 def read(path: Path) -> tuple[SlotStatus | None, str]:
@@ -69,6 +77,10 @@ def read(path: Path) -> tuple[SlotStatus | None, str]:
         return None, error.message
     except (ValueError, RecursionError) as error:
         return None, f"{path} says nothing that this version understands ({str(error)[:200]})"
-    if status.role != "down" and not fence.lives(status.launcher):
+    try:
+        alive = status.role != "down" and fence.lives(status.launcher)
+    except (OSError, OverflowError) as error:
+        return None, f"whether the launcher of {path} lives cannot be told ({str(error)[:200]})"
+    if not alive:
         status = dataclasses.replace(status, role="down", main=None, ranks=(), memory=None)
     return status, ""

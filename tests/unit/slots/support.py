@@ -46,10 +46,12 @@ class Slots:
     notify: dict[str, str] = field(default_factory=dict)
     launchers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     hang_seconds: float = 5.0
+    name: str = NAME
+    priority: int = 0
     more: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.paths = EnginePaths(self.runtime / "engines", NAME)
+        self.paths = EnginePaths(self.runtime / "engines", self.name)
         self.journal = self.folder / "fake"
         self.journal.mkdir()
         self.address = self.port.getsockname()
@@ -60,8 +62,9 @@ class Slots:
         lines = "\n".join(f"{name} = {value}" for name, value in values.items())
         arguments = [*self.arguments(), "--port", str(self.address[1])]
         (self.folder / "engines").mkdir(exist_ok=True)
-        (self.folder / "engines" / f"{NAME}.toml").write_text(
-            f"[engine]\narguments = {json.dumps(arguments)}\non_mismatch = 'fallback'\nwithout = ['caches']\n"
+        (self.folder / "engines" / f"{self.name}.toml").write_text(
+            f"[engine]\npriority = {self.priority}\narguments = {json.dumps(arguments)}\n"
+            "on_mismatch = 'fallback'\nwithout = ['caches']\n"
             f"environment = {{ FROM_FILE = 'yes' }}\n[standby]\n{lines}\n"
         )
 
@@ -92,7 +95,7 @@ class Slots:
         shell = ["bash", "-c", f'{hand}exec "$@"', "bash"]
         with (self.folder / f"log-{slot}").open("a") as log:
             return subprocess.Popen(
-                [*shell, sys.executable, "-c", CODE, "--wcache-slot", f"{NAME}-{slot}"],
+                [*shell, sys.executable, "-c", CODE, "--wcache-slot", f"{self.name}-{slot}"],
                 env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, cwd=self.folder, pass_fds=[fd],
             )  # fmt: skip
 
@@ -126,7 +129,7 @@ class Slots:
 
     def lines(self, slot: str) -> list[str]:
         """What the launcher said of its slot."""
-        start = f"weightcache: slot {NAME}-{slot}: "
+        start = f"weightcache: slot {self.name}-{slot}: "
         return [line[len(start) :] for line in self.log(slot).splitlines() if line.startswith(start)]
 
     def say(self) -> str:

@@ -43,6 +43,7 @@ class FakeWorld:
     deaf: set[int] = field(default_factory=set)
     is_taken: bool = False
     marker: bool = False
+    rivals: tuple[str, ...] = ()
     neighbour: Role = "down"
     age: float = float("inf")
     broken: str = ""
@@ -73,6 +74,12 @@ class FakeWorld:
 
     def parked(self) -> bool:
         return self.marker
+
+    def in_the_way(self) -> tuple[str, ...]:
+        return self.rivals
+
+    def tell_others(self) -> None:
+        self.log.append("tell")
 
     def other(self) -> Role:
         return self.neighbour
@@ -115,6 +122,7 @@ class Play:
 
     def to(self, step: Step) -> None:
         """Go on until there, with everything as it should be."""
+        self.world.rivals = ("low",) if step is Step.CLEARING else ()
         self.join()
         self.ready()
         for _ in range(10):
@@ -150,11 +158,73 @@ def test_a_start_in_all_its_steps() -> None:
     play.now += 0.25
     play.answer()
     assert (play.role, play.pending()) == ("active", [])
-    assert play.world.log == ["Elect -1", "read", "write", "Own 0", "Own 1", "Accept -1", "write"]
+    assert play.world.log == ["Elect -1", "read", "write", "tell", "Own 0", "Own 1", "Accept -1", "write"]
     promotion = play.director.promotion
     assert promotion is not None
     assert (promotion.cause, promotion.seconds) == ("start", 0.75)
-    assert promotion.phases == {"roster": 0, "own": 0.5, "accept": 0.25, "lock": 0.1, "fence": 0.2, "map": 0.1}
+    steps = {"lock": 0.1, "fence": 0.2, "map": 0.1}
+    assert promotion.phases == {"roster": 0, "clear": 0, "own": 0.5, "accept": 0.25, **steps}
+
+
+def test_less_important_engines_give_back_their_memory_first() -> None:
+    play = Play(roster=OTHERS, rivals=("low", "lower"))
+    play.join()
+    play.ready()
+    play.answer()
+    assert (play.role, play.pending(), play.world.log[-1]) == ("promoting", [], "tell")
+    assert play.director.due() <= play.now + 0.1
+    play.wait(3)
+    play.world.rivals = ("lower",)
+    play.wait(1)
+    assert play.pending() == []
+    play.world.rivals = ()
+    play.wait(0.5)
+    assert play.pending() == ["Own 0", "Own 1"]
+    assert {order.fence for _, order in play.world.orders if isinstance(order, Own)} == {OTHERS}
+    play.answer()
+    play.answer()
+    assert play.director.promotion is not None
+    assert play.director.promotion.phases["clear"] == 4.5
+
+
+def test_an_engine_in_whose_way_others_stay_ends() -> None:
+    play = Play()
+    play.to(Step.CLEARING)
+    play.wait(LIMITS.clear - 1)
+    assert not play.world.ended
+    play.wait(1)
+    assert play.world.ended == ["low did not give back memory within 180 s"]
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_while_others_give_back_memory_an_engine_may_be_parked_itself(stop: bool) -> None:
+    play = Play(roster=OTHERS)
+    play.to(Step.CLEARING)
+    if stop:
+        assert not play.director.stop(play.now)
+    play.world.marker = not stop
+    play.wait(0.1)
+    assert play.pending() == ["Yield -1"]
+    assert play.world.roster == OTHERS
+    play.answer()
+    assert play.director.role == ("standby" if stop else "parked")
+    assert not play.world.ended
+
+
+def test_a_more_important_engine_that_came_during_a_promotion_is_seen_at_its_end() -> None:
+    play = Play()
+    play.to(Step.ACCEPTING)
+    play.world.marker = True
+    play.answer()
+    assert play.pending() == ["Retire -1"]
+
+
+def test_others_hear_of_it_when_the_lock_was_given_back() -> None:
+    play = Play()
+    play.to(Step.YIELDING)
+    play.world.log.clear()
+    play.answer()
+    assert "tell" in play.world.log
 
 
 def test_the_roster_holds_everybody_until_the_fence_is_complete() -> None:

@@ -1,0 +1,113 @@
+"""Two engines of different priority on one device: who has its memory, and how soon it changes hands."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.launch.support import eventually
+from tests.unit.slots.support import Slots, clients, request
+
+
+@pytest.fixture
+def low(slots: Slots) -> Slots:
+    return slots
+
+
+@pytest.fixture
+def high(tmp_path: Path, runtime_dir: Path) -> Iterator[Slots]:
+    (tmp_path / "high").mkdir()
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as port:
+        made = Slots(tmp_path / "high", runtime_dir, port, name="high", priority=5)
+        yield made
+        made.close()
+
+
+def memory(engine: Slots) -> list[tuple[float, float, str]]:
+    """Since when and until when which rank of the engine owned memory."""
+    return [times for kind, owned in engine.owned().items() if kind.startswith("memory") for times in owned]
+
+
+def never_both(one: Slots, other: Slots) -> None:
+    assert memory(one)
+    assert memory(other)
+    for (since, until, who), (since_, until_, whom) in itertools.product(memory(one), memory(other)):
+        assert until <= since_ or until_ <= since, f"{who} had memory from {since} to {until}, {whom} from {since_}"
+
+
+def test_the_more_important_engine_has_the_memory_until_it_leaves(low: Slots, high: Slots) -> None:
+    low.start("a")
+    low.until("a", "active")
+    with clients(low.address, 2) as answers:
+        assert eventually(lambda: len(answers) > 5)
+        begin = time.monotonic()
+        high.start("a")
+        high.until("a", "active")
+        low.until("a", "parked")
+        assert request(high.address).who
+        assert any("parked: high is more important, and has the same GPU" in line for line in low.lines("a"))
+        parked = low.status("a")
+        assert parked is not None
+        assert parked.problem == "high is more important, and has the same GPU"
+        promoted = high.until("a", "active").promotions[-1]
+        assert "clear" in promoted.phases
+        served = len(answers)
+        high.launchers["a"].send_signal(signal.SIGTERM)
+        assert low.until("a", "active").problem == ""
+        assert high.launchers.pop("a").wait(20) == -signal.SIGTERM
+        assert eventually(lambda: len(answers) > served + 5)
+        assert time.monotonic() - begin < 30
+    # Whoever came meanwhile waited in the queue.
+    assert not [answer for answer in answers if not answer.who]
+    never_both(low, high)
+
+
+def test_a_more_important_engine_that_dies_leaves_the_memory_at_once(low: Slots, high: Slots) -> None:
+    low.start("a")
+    high.start("a")
+    high.until("a", "active")
+    low.until("a", "parked")
+    high.more["FIRST_PAUSE"] = "60"
+    found = high.status("a")
+    assert found is not None
+    os.kill(found.launcher.pid, signal.SIGKILL)
+    high.launchers.pop("a").wait(10)
+    died = time.monotonic()
+    low.until("a", "active")
+    assert time.monotonic() - died < 5
+    high.start("a")
+    high.until("a", "active")
+    low.until("a", "parked")
+    never_both(low, high)
+
+
+def test_a_standby_of_the_more_important_engine_takes_over_and_the_other_stays_parked(low: Slots, high: Slots) -> None:
+    low.start("a")
+    low.until("a", "active")
+    high.start("a", "b")
+    active = high.stand()
+    low.until("a", "parked")
+    high.kill(active, "main")
+    high.until({"a": "b", "b": "a"}[active], "active")
+    assert request(high.address).who
+    assert low.until("a", "parked").promotions[-1].cause == "start"
+    never_both(low, high)
+
+
+def test_engines_of_one_priority_do_not_look_at_each_other(low: Slots, high: Slots) -> None:
+    high.priority = 0
+    high.configure()
+    low.start("a")
+    low.until("a", "active")
+    high.start("a")
+    high.until("a", "active")
+    assert low.role("a") == "active"
+    assert request(low.address).who
+    assert request(high.address).who
