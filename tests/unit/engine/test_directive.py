@@ -90,9 +90,12 @@ def test_a_launcher_that_does_not_listen_stops_nobody(runtime_dir: Path, kind: s
     else:
         with listener(path, 0) as server:
             full = transport.connect(path, time.monotonic() + 1)
+            closing = threading.Thread(target=lambda: server.accept()[0].close())
             if kind == "closing":
-                threading.Thread(target=lambda: server.accept()[0].close()).start()
+                closing.start()
             directives.send_report(directive(report=str(path)), READY, timeout=0.2)
+            if kind == "closing":
+                closing.join(10)
             full.close()
     assert time.monotonic() - started < 2
     assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
