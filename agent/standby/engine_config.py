@@ -6,7 +6,6 @@ Whatever is wrong with a file, or cannot work with two engines on one host, is a
 from __future__ import annotations
 
 import ipaddress
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -105,18 +104,18 @@ def look() -> tuple[tuple[str, ...], str]:
     """The engines that have a file, in alphabetical order, and in one sentence why that may not be all, or nothing."""
     directory, problem = config_dir(), ""
     try:
-        files = [Path(name) for name in os.listdir(directory)]
+        files = sorted(directory.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return (), ""
     except OSError as error:
         return (), f"{shown_path(directory)}: cannot be read ({error.strerror})"
     found = []
-    for file in sorted(files):
+    for file in files:
         if file.suffix == ".toml" and not file.name.startswith("."):
             try:
                 found.append(engine_name(file.stem))
             except UsageError as error:
-                problem = problem or f"{shown_path(directory / file)}: {error.message}"
+                problem = problem or f"{shown_path(file)}: {error.message}"
     return tuple(found), problem
 
 
