@@ -18,6 +18,8 @@ from weightcache.errors import ConfigError, UsageError
 from weightcache.monitor import gpus
 from weightcache.monitor.site import find_ranks
 from weightcache.monitor.snapshot import Snapshot
+from weightcache.monitor.standby import Standby
+from weightcache.text import escape
 
 if TYPE_CHECKING:
     from weightcache.monitor.site import Site
@@ -65,7 +67,12 @@ def _metrics(options: argparse.Namespace) -> int:
 
 def _observe(site: Site, rank: int | None) -> Snapshot:
     views = ranks.query_all(site, find_ranks(site) if rank is None else [rank])
-    return Snapshot(time.time(), socket.gethostname(), weightcache.__version__, "", "", tuple(views), (), (), ())
+    # Of one rank alone, so that files of several ranks do not have the same series.
+    engines, problem = Standby(site.engines if rank is None else None).now()
+    if problem:
+        print(f"wcache: note: {escape(problem)}", file=sys.stderr)
+    host, version = socket.gethostname(), weightcache.__version__
+    return Snapshot(time.time(), host, version, "", problem, tuple(views), (), (), (), engines)
 
 
 def _write(file: Path, snapshot: Snapshot) -> None:

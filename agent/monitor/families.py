@@ -1,7 +1,8 @@
 """The metrics: names, types, units, labels and what each of them tells. docs/operations.md says what to do about them.
 
 All of a rank carry ``rank``, and ``gpu`` and ``UUID`` with the values of NVIDIA's DCGM exporter (both empty without a
-GPU), so that ``on (UUID)`` joins the two. No label has values without bound: no paths, no processes, no ids of sets.
+GPU), so that ``on (UUID)`` joins the two; those of engines with a standby carry ``engine``, most of them ``slot``, too.
+No label has values without bound: no paths, no processes, no ids of sets.
 """
 
 from __future__ import annotations
@@ -36,6 +37,13 @@ REFUSALS = (
 
 OTHER = "other"
 """Stands for any value that this version does not know."""
+
+
+ENGINE_ROLES = ("starting", "standby", "promoting", "active", "retiring", "parked", "down", "unknown")
+"""Of a slot; unknown: its status may not be read."""
+
+CAUSES = ("start", "death", "promote", "wake")
+SLOT = ("engine", "slot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +145,23 @@ FAMILIES = (
         (*RANK, "code"),
         "Verifications that failed: the bytes are wrong (damaged), or the check could not run (other).",
     ),
+    Family("weightcache_engine_role", "gauge", (*SLOT, "role"), "1 for the role that the slot's engine has."),
+    Family(
+        "weightcache_engine_restarts", "counter", SLOT, "Engines that the slot's launcher has started again by itself."
+    ),
+    Family(
+        "weightcache_engine_promotions",
+        "counter",
+        (*SLOT, "cause"),
+        "Promotions of the slot's engines since the host was booted: no engine was active since the slots started "
+        "(start), the active one died (death), or somebody asked (promote, wake).",
+    ),
+    Family("weightcache_engine_last_promotion_seconds", "gauge", SLOT, "How long the slot's last promotion took."),
+    Family(
+        "weightcache_engine_last_promotion_timestamp_seconds",
+        "gauge",
+        SLOT,
+        "When the slot's engine was last promoted.",
+    ),
+    Family("weightcache_engine_parked", "gauge", ("engine",), "1 while the engine is parked: no slot takes requests."),
 )

@@ -15,6 +15,7 @@ from weightcache.errors import AgentUnavailable
 from weightcache.monitor import site as sites, view
 from weightcache.monitor.feed import Feed
 from weightcache.monitor.snapshot import RankEvent, Snapshot
+from weightcache.monitor.standby import Standby
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +44,7 @@ class Live:
         self._only = only
         self._seconds = seconds
         self._host = host
+        self._standby = Standby(site.engines)
         self._feeds: dict[int, Feed] = {}
         self._searched = 0.0
         self._search()
@@ -64,7 +66,8 @@ class Live:
         events.sort(key=lambda event: event.happened.at)
         facts = self._host.now(ranks) if self._host else None
         wrong = self._site.problem or self._site.lost
-        problem = wrong.message if wrong else ""
+        standby, unseen = self._standby.now()
+        problem = wrong.message if wrong else unseen
         return Snapshot(
             at=time.time(),
             host=socket.gethostname(),
@@ -75,6 +78,7 @@ class Live:
             devices=facts.devices if facts else (),
             engines=facts.engines if facts else (),
             events=tuple(events[-KEPT_EVENTS:]),
+            standby=standby,
         )
 
     def first(self, seconds: float) -> Snapshot:

@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from weightcache.errors import tree
-from weightcache.monitor import brief, labels
-from weightcache.monitor.families import EVENTS, KEPT, LOADS, OTHER, REFUSALS, STATES
+from weightcache.monitor import brief, labels, standby
+from weightcache.monitor.families import CAUSES, ENGINE_ROLES, EVENTS, KEPT, LOADS, OTHER, REFUSALS, STATES
 from weightcache.monitor.page import Page
 from weightcache.status import ATTACH_BOUNDS
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from weightcache.monitor.snapshot import Snapshot
     from weightcache.monitor.view import RankView
     from weightcache.protocol import RankStatus, SetStatus
+    from weightcache.standby.listing import EngineView
 
 OPENMETRICS = "application/openmetrics-text"
 CODES = tuple(sorted({error.code for error in tree()}))
@@ -60,6 +61,8 @@ class _Collector:
         page.add("weightcache_build", (labels.clean(self._snapshot.version), platform.python_version()), 1)
         for view in self._snapshot.ranks:
             _rank(page, view, self._snapshot.at, self._gpus.get(view.status.gpu_uuid))
+        for engine in self._snapshot.standby:
+            _engine(page, engine)
         return page.filled()
 
 
@@ -77,6 +80,21 @@ def _rank(page: Page, view: RankView, now: float, gpu: Gpu | None) -> None:
         _sets(page, key, status)
         _use(page, key, status, now)
         _counters(page, key, status, view.heard_at)
+
+
+def _engine(page: Page, engine: EngineView) -> None:
+    name = labels.clean(engine.engine)
+    page.add("weightcache_engine_parked", (name,), engine.parked)
+    for slot in engine.slots:
+        key = (name, labels.clean(slot.slot))
+        page.one_of("weightcache_engine_role", key, ENGINE_ROLES, standby.role(slot))
+        if slot.status:
+            page.add("weightcache_engine_restarts", key, slot.status.restarts)
+            for cause in CAUSES:
+                page.add("weightcache_engine_promotions", (*key, cause), slot.status.promoted.get(cause, 0))
+        if slot.last:
+            page.add("weightcache_engine_last_promotion_seconds", key, slot.last.seconds)
+            page.add("weightcache_engine_last_promotion_timestamp_seconds", key, slot.last.at)
 
 
 def _condition(page: Page, key: tuple[str, ...], status: RankStatus) -> None:

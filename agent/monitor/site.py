@@ -19,7 +19,8 @@ class Site:
 
     ``problem``: why the configuration file could not be used; the agents may serve all the same, so that most
     commands go on with the defaults. ``lost``: why it is not known which node this is. ``gpus`` are this host's, where
-    they decide on which GPU a rank is.
+    they decide on which GPU a rank is. ``engines``: where launchers of engines with a standby keep their files, None
+    where nobody looks for them.
     """
 
     config: Config
@@ -28,6 +29,7 @@ class Site:
     node: int = 0
     lost: ConfigError | None = None
     gpus: tuple[str, ...] = ()
+    engines: Path | None = None
 
     def rank(self, rank: int) -> paths.RankPaths:
         """The sockets and files of one rank."""
@@ -71,7 +73,8 @@ def open_site(config: Path | None, runtime_dir: Path | None, node: int | None = 
     except ConfigError as error:
         node, lost = 0, error
     derived = not found.ranks and found.memory.backend == "cuda"
-    return Site(found, Path(directory), problem, node, lost, gpus.installed() if derived else ())
+    engines = Path(runtime_dir or paths.runtime_dir()) / "engines"
+    return Site(found, Path(directory), problem, node, lost, gpus.installed() if derived else (), engines)
 
 
 def find_ranks(site: Site) -> list[int]:

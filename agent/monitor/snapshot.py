@@ -12,6 +12,7 @@ from weightcache import records
 from weightcache.monitor import view
 from weightcache.monitor.view import RankView
 from weightcache.protocol import Happening
+from weightcache.standby.listing import EngineView
 
 SCHEMA = 1
 
@@ -74,7 +75,8 @@ class Snapshot:
     """Everything, at the time ``at`` (seconds since the epoch): ages are to be told against it, not against a clock.
 
     ``driver`` is the NVIDIA driver's version, or empty; ``problem`` says why device facts are missing, or what is
-    wrong with the configuration file. ``events`` are the latest ones, oldest first.
+    wrong with the configuration file. ``events`` are the latest ones, oldest first. ``engines`` are attached processes,
+    ``standby`` the engines that have two slots, attached or not.
     """
 
     at: float
@@ -86,6 +88,7 @@ class Snapshot:
     devices: tuple[Device, ...]
     engines: tuple[Engine, ...]
     events: tuple[RankEvent, ...]
+    standby: tuple[EngineView, ...] = ()
     schema: int = SCHEMA
 
     def device(self, uuid: str) -> Device | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightcache.monitor import words
+from weightcache.monitor import standby, words
 from weightcache.monitor.ownership import Ownership, ownership
 from weightcache.text import count, duration, escape, paint, size, table
 
@@ -20,12 +20,14 @@ SHORTEST_MODEL = 10
 
 
 def lines(snapshot: Snapshot, colour: bool = False) -> list[str]:
-    """The whole text, line by line; empty without ranks. Rows are at most WIDTH characters wide where that is possible.
+    """The whole text, line by line. Rows are at most WIDTH characters wide where that is possible.
 
     WEIGHTS, ENGINES, OTHER and FREE split the memory of the rank's device.
     """
-    if not snapshot.ranks:
-        return []
+    return [*(_ranks(snapshot, colour) if snapshot.ranks else []), *standby.lines(snapshot.standby, snapshot.at)]
+
+
+def _ranks(snapshot: Snapshot, colour: bool) -> list[str]:
     rows = [_row(snapshot, rank) for rank in snapshot.ranks]
     shown = table(HEADER, rows, RIGHT)
     if (excess := max(map(len, shown)) - WIDTH) > 0:

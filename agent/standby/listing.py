@@ -71,7 +71,7 @@ def known_engines(directory: Path) -> tuple[tuple[EngineView, ...], str]:
     names, problem = engine_config.look()
     found = set(names)
     try:
-        files = [Path(name).stem for name in os.listdir(directory) if name.endswith(".json")]
+        files = [path.stem for path in directory.iterdir() if path.suffix == ".json"]
     except OSError:
         files = []
     for name in files:

@@ -10,6 +10,9 @@ from weightcache.monitor.gpus import Gpu
 from weightcache.monitor.snapshot import Snapshot
 from weightcache.monitor.view import RankView
 from weightcache.protocol import DrainInfo, ErrorInfo, LeaseStatus, LoadProgress, Measured, RankStatus, SetStatus
+from weightcache.standby.listing import EngineView, SlotView
+from weightcache.standby.messages import Process, Role
+from weightcache.standby.status import Promotion, SlotStatus
 
 NOW = 1_800_000_000.0
 STARTED = NOW - 3600
@@ -77,6 +80,28 @@ def down(**changes: Any) -> RankView:
     return RankView(status(**changes), "down", ErrorInfo("no-agent", "no agent answers"), NOW - 60)
 
 
-def snapshot(*ranks: RankView) -> Snapshot:
+def slot(slot: str, role: Role, **changes: Any) -> SlotView:
+    """A slot of the engine chat that was promoted three times."""
+    promotions = (Promotion(NOW - 900, 0.2, "start"), Promotion(NOW - 600, 0.56, "death", {"map": 0.3}))
+    base = SlotStatus(
+        engine="chat",
+        slot=slot,
+        role=role,
+        since=NOW - 600,
+        launcher=Process(50, 1),
+        restarts=2,
+        promotions=promotions,
+        promoted={"start": 1, "death": 2},
+    )
+    return SlotView(slot, role, dataclasses.replace(base, **changes), "")
+
+
+def pair(*slots: SlotView, **changes: Any) -> EngineView:
+    """An engine with a standby."""
+    found = slots or (slot("a", "active"), slot("b", "standby", promotions=(), promoted={}))
+    return dataclasses.replace(EngineView("chat", "0.0.0.0:30000", "/srv/models/llama", 0, False, "", found), **changes)
+
+
+def snapshot(*ranks: RankView, standby: tuple[EngineView, ...] = ()) -> Snapshot:
     """All there is on a host."""
-    return Snapshot(NOW, "host", "0.1.0", "", "", ranks, (), (), ())
+    return Snapshot(NOW, "host", "0.1.0", "", "", ranks, (), (), (), standby)

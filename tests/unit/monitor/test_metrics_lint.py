@@ -10,11 +10,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_classic
 
 from tests.unit.contracts.strategies import values
-from tests.unit.monitor.observed import GPUS, UUID, down, snapshot, up, weight_set
-from weightcache.monitor import metrics
-from weightcache.monitor.families import FAMILIES, RANK, Family
+from tests.unit.monitor.observed import GPUS, UUID, down, pair, slot, snapshot, up, weight_set
+from weightcache.monitor import labels, metrics
+from weightcache.monitor.families import FAMILIES, RANK, SLOT, Family
 from weightcache.monitor.view import RankView
 from weightcache.protocol import RankStatus
+from weightcache.standby.listing import EngineView
+from weightcache.standby.status import Promotion
 
 UNITS = ("seconds", "bytes")
 FOREIGN = (
@@ -32,10 +34,12 @@ FOREIGN = (
 )
 LABELS = {
     "rank", "gpu", "UUID", "role", "state", "code", "kept", "event", "source", "result", "backend", "version", "python",
-    "pci_bus_id", "gpu_name", "model", "revision", "digest",
+    "pci_bus_id", "gpu_name", "model", "revision", "digest", "engine", "slot", "cause",
 }  # fmt: skip
 MOST_SERIES = 250
 """Of one rank with one set: what a Prometheus of many hosts bears easily."""
+
+MOST_ENGINE_SERIES = 40
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -52,7 +56,10 @@ def test_names_types_and_units(family: Family) -> None:
     assert family.help.endswith(".")
     assert "\n" not in family.help
     assert set(family.labels) <= LABELS
-    assert family.labels[:3] == RANK or family.name == "weightcache_build"
+    if family.name.startswith("weightcache_engine_"):
+        assert family.labels[: len(SLOT)] in (SLOT, SLOT[:1])
+    else:
+        assert family.labels[:3] == RANK or family.name == "weightcache_build"
 
 
 def test_no_two_families_share_a_series() -> None:
@@ -61,7 +68,7 @@ def test_no_two_families_share_a_series() -> None:
 
 
 def test_every_family_says_what_it_is() -> None:
-    lines = metrics.text(snapshot(up()), GPUS)[0].decode().splitlines()
+    lines = metrics.text(snapshot(up(), standby=(pair(),)), GPUS)[0].decode().splitlines()
     for family in FAMILIES:
         assert f"# HELP {family.name} {family.help}" in lines
         assert f"# TYPE {family.name} {family.type}" in lines
@@ -71,6 +78,11 @@ def test_every_family_says_what_it_is() -> None:
 def test_a_rank_is_not_many_series() -> None:
     lines = [line for line in metrics.text(snapshot(up()), GPUS, "")[0].decode().splitlines() if line[0] != "#"]
     assert len(lines) < MOST_SERIES
+
+
+def test_an_engine_with_a_standby_is_not_many_series() -> None:
+    text = metrics.text(snapshot(standby=(pair(),)), GPUS, "")[0].decode()
+    assert len([line for line in text.splitlines() if line.startswith("weightcache_engine_")]) < MOST_ENGINE_SERIES
 
 
 def test_no_label_grows_with_what_happens() -> None:
@@ -94,9 +106,14 @@ views = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(views, max_size=3, unique_by=lambda view: view.status.rank))
-def test_any_snapshot_is_readable(ranks: list[RankView]) -> None:
-    seen = snapshot(*ranks)
+@given(
+    st.lists(views, max_size=3, unique_by=lambda view: view.status.rank),
+    st.lists(
+        st.builds(pair, engine=st.text(max_size=90)), max_size=3, unique_by=lambda pair: labels.clean(pair.engine)
+    ),
+)
+def test_any_snapshot_is_readable(ranks: list[RankView], engines: list[EngineView]) -> None:
+    seen = snapshot(*ranks, standby=tuple(engines))
     text = metrics.text(seen, GPUS)[0].decode()
     found = {family.name: family for family in read_openmetrics(text)}
     assert len(found.get("weightcache_agent_up", _NOTHING).samples) == len(ranks)
@@ -115,6 +132,11 @@ _NOTHING = _Nothing()
 
 
 def test_huge_numbers_and_down_ranks_are_numbers() -> None:
-    seen = snapshot(up(sets=(weight_set(bytes=10**400, load_seconds=-1.0),)), down(rank=1))
+    odd = pair(
+        slot(
+            "a", "active", restarts=10**400, promoted={"death": -1, "x": 1}, promotions=(Promotion(-1, 1e300, "wake"),)
+        )
+    )
+    seen = snapshot(up(sets=(weight_set(bytes=10**400, load_seconds=-1.0),)), down(rank=1), standby=(odd,))
     for family in read_openmetrics(metrics.text(seen, GPUS)[0].decode()):
         assert all(0 <= sample.value <= 2**63 for sample in family.samples)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.support.environments import REPOSITORY
-from weightcache.monitor.families import EVENTS, FAMILIES, KEPT, LOADS, OTHER, REFUSALS, STATES
+from weightcache.monitor.families import CAUSES, ENGINE_ROLES, EVENTS, FAMILIES, KEPT, LOADS, OTHER, REFUSALS, STATES
 
 FOLDER = REPOSITORY / "packaging" / "monitoring"
 RULES: list[dict[str, Any]] = yaml.safe_load((FOLDER / "weightcache-rules.yml").read_text())["groups"][0]["rules"]
@@ -30,7 +30,8 @@ VALUES = {
     "source": [source for source, _ in LOADS],
     "result": [result for _, result in LOADS],
     "code": [*REFUSALS, "damaged", OTHER],
-    "role": ["target"],
+    "role": ["target", *ENGINE_ROLES],
+    "cause": CAUSES,
 }
 FOREIGN = {"up": {"job"}, "DCGM_FI_DEV_FB_USED": {"UUID", "gpu"}}
 """Metrics of others, and the labels that are used of them."""
@@ -106,6 +107,7 @@ def test_what_has_to_be_alerted_is() -> None:
     alerts = {rule["alert"].removeprefix("Weightcache") for rule in RULES}
     assert {"RankNotReady", "AgentDown", "VerificationFailed", "StoreLost", "FallbackToDisk"} <= alerts
     assert {"Unused", "LoadSlow", "Degraded", "ExporterDown"} <= alerts
+    assert {"NoActiveEngine", "NoStandby", "EngineDied", "EngineHidden"} <= alerts
 
 
 def test_the_dashboard_is_nobodys() -> None:

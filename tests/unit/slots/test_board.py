@@ -59,8 +59,12 @@ def test_promotions_outlive_a_launcher(tmp_path: Path, initial: SlotStatus) -> N
     board = Board(tmp_path / "chat-a.json", initial)
     for _ in range(status.MOST_PROMOTIONS + 5):
         board.promoted(promotion())
+    board.promoted(promotion("death"))
     board.show("active", None, ())
-    assert Board(tmp_path / "chat-a.json", initial).status.promotions == (promotion(),) * status.MOST_PROMOTIONS
+    later = Board(tmp_path / "chat-a.json", initial)
+    assert later.status.promotions == (*[promotion()] * (status.MOST_PROMOTIONS - 1), promotion("death"))
+    later.promoted(promotion("death"))
+    assert later.status.promoted == {"start": status.MOST_PROMOTIONS + 5, "death": 2}
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path, initial: SlotStatus, capfd: pytest.CaptureFixture[str]) -> None:

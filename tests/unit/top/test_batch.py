@@ -81,6 +81,7 @@ def test_json_has_the_ranks_of_status(top: Top, ready: Watched, capfd: pytest.Ca
             "devices",
             "engines",
             "events",
+            "standby",
         }
         assert [rank["agent"] for rank in whole["ranks"]] == ["up", "down", "up"]
         assert settled(whole["ranks"]) == settled(status_json(top, capfd))
