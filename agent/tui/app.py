@@ -31,7 +31,7 @@ STYLE = """
 #keys { dock: bottom; height: 1; }
 #filter { dock: bottom; height: 1; margin-bottom: 1; border: none; padding: 0; }
 
-.roomy #memory, .roomy #sets, .roomy #engines, .roomy #events { margin-top: 1; }
+.roomy #slots, .roomy #memory, .roomy #sets, .roomy #engines, .roomy #events { margin-top: 1; }
 
 Confirm, Choose { align: center middle; }
 #window { width: 76; max-width: 100%; height: auto; max-height: 100%; border: round ansi_default; padding: 0 1; }

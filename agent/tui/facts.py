@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from weightcache import text
-from weightcache.tui import words
+from weightcache.tui import slots, words
 from weightcache.tui.attached import Attached, attached
 from weightcache.tui.cells import Cell, Line, fold, pad, safe
 
@@ -117,8 +117,10 @@ def of_engine(snapshot: Snapshot, view: RankView, one: Attached) -> list[Fact]:
     device = snapshot.device(view.status.gpu_uuid)
     own = next((process.bytes for process in device.processes if process.pid == lease.pid), None) if device else None
     more = snapshot.engine(lease.pid)
+    slot = slots.of_process(snapshot).get(lease.pid)
     facts: list[Fact] = [
         (f"Engine {lease.pid} of rank {view.status.rank}", ""),
+        *([("slot", slot)] if slot else []),
         ("user", f"{words.user(lease.uid)} (uid {lease.uid})"),
         ("unit", safe(lease.unit) or "-"),
         ("command", safe(lease.command) or "-"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from weightcache.tui import words
+from weightcache.tui import slots, words
 from weightcache.tui.attached import attached
 from weightcache.tui.cells import Cell, safe
 from weightcache.tui.widgets.columns import Column
@@ -123,6 +123,7 @@ def engines(snapshot: Snapshot, view: RankView) -> list[Row]:
     device = snapshot.device(status.gpu_uuid)
     own = {process.pid: process.bytes for process in device.processes} if device else {}
     known = {engine.pid: engine for engine in snapshot.engines}
+    slot_of = slots.of_process(snapshot)
     rows = []
     for one in attached(status):
         lease, more = one.lease, known.get(one.lease.pid)
@@ -131,7 +132,7 @@ def engines(snapshot: Snapshot, view: RankView) -> list[Row]:
         cells = (
             Cell(str(lease.pid), order=float(lease.pid)),
             Cell(words.user(lease.uid)),
-            Cell(safe(lease.unit)) if lease.unit else words.NONE,
+            Cell(unit) if (unit := slot_of.get(lease.pid) or safe(lease.unit)) else words.NONE,
             Cell(one.uses, "busy" if one.orphan else ""),
             Cell(words.command(command)) if command else words.NONE,
             words.known(snapshot.at - lease.since),

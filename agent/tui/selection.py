@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from weightcache.tui import facts
+from weightcache.tui import facts, slots
 from weightcache.tui.attached import Attached, attached
 from weightcache.tui.comparison import Side
 from weightcache.tui.rows import event_key
@@ -48,6 +48,8 @@ def finder(table: str, rank: int | None, key: Hashable) -> Find:
         snapshot, view = state.snapshot, state.view(rank)
         if table == "events":
             return facts.of_event(happened) if (happened := event(state, key)) else None
+        if table == "slots":
+            return slots.facts(snapshot, key)
         if view is None:
             return None
         if table == "sets":

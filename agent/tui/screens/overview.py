@@ -1,4 +1,4 @@
-"""The main screen: ranks, the memory of the selected rank's device, its sets, its engines, and what happened."""
+"""The main screen: ranks, engines with a standby, the selected rank's memory, its sets, its engines, what happened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Input
 
-from weightcache.tui import comparison, memory, rows, selection
+from weightcache.tui import comparison, memory, rows, selection, slots
 from weightcache.tui.comparison import Side
 from weightcache.tui.screens import requests
 from weightcache.tui.screens.compare import Compare
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ROOMY = 36
 """Lines from which on blank ones between the parts are affordable."""
 
-IMPORTANCE = ("memory", "ranks", "sets", "engines", "events")
+IMPORTANCE = ("memory", "ranks", "slots", "sets", "engines", "events")
 """Of the parts, where there are too few lines: the sentences that say what is wrong come first."""
 
 
@@ -64,12 +64,14 @@ class Overview(View):
         marks = state.marks
         self._tables = {
             "ranks": Table(rows.RANKS, marks, "no rank is configured or running on this host", id="ranks"),
+            "slots": Table(slots.SLOTS, marks, "no engine has a standby", id="slots"),
             "sets": Table(rows.SETS, marks, "no weights are resident", id="sets"),
             "engines": Table(rows.ENGINES, marks, "no engine is attached", id="engines"),
             "events": Table(rows.EVENTS, marks, "nothing has happened yet", pinned=True, id="events"),
         }
         self._memory = Page(id="memory")
-        self._parts: dict[str, Page | Table] = {"ranks": self._tables["ranks"], "memory": self._memory, **self._tables}
+        first = {name: self._tables[name] for name in ("ranks", "slots")}
+        self._parts: dict[str, Page | Table] = {**first, "memory": self._memory, **self._tables}
         self._field = Input(id="filter", compact=True, select_on_focus=False)
         self._field.display = False
         self._field.cursor_blink = False
@@ -77,7 +79,7 @@ class Overview(View):
         self._events: tuple[object, list[Row]] = (None, [])
 
     def body(self) -> ComposeResult:
-        """Four tables and the memory panel."""
+        """The tables and the memory panel."""
         yield from self._parts.values()
         yield self._field
 
@@ -117,6 +119,7 @@ class Overview(View):
         """Show the state's snapshot."""
         super().show()
         self._table("ranks").show(rows.ranks(self.state.snapshot, self.state.seconds))
+        self._table("slots").show(slots.rows(self.state.snapshot))
         self._show_rank()
 
     def _show_rank(self) -> None:
@@ -140,8 +143,10 @@ class Overview(View):
         fixed = self.header.wanted(self.size.width) + 1 + self._field.display
         roomy = self.size.height >= ROOMY
         self.set_class(roomy, "roomy")
-        room = max(self.size.height - fixed - 4 * roomy, 0)
         wants = {name: self._parts[name].wanted(self.size.width) for name in IMPORTANCE}
+        if not self.state.snapshot.standby:
+            wants["slots"] = 0
+        room = max(self.size.height - fixed - roomy * (4 + bool(wants["slots"])), 0)
         for name, height in share(room, wants, str(self._focused.id)).items():
             part = self._parts[name]
             part.display = height > 0

@@ -19,6 +19,9 @@ from weightcache.protocol import (
     Refusal,
     SetStatus,
 )
+from weightcache.standby.listing import EngineView, SlotView
+from weightcache.standby.messages import Process, Role
+from weightcache.standby.status import Promotion, SlotStatus
 
 NOW = 1_764_513_000.0
 """2025-11-30 14:30:00 UTC."""
@@ -268,6 +271,7 @@ def hostile() -> Snapshot:
         problem=HOSTILE,
         devices=(device(name=HOSTILE, processes=[DeviceProcess(41700, HOSTILE, 88_000_000_000)]),),
         events=(event(1, HOSTILE, HOSTILE, level=HOSTILE),),
+        standby=(pair(slot("a", "active", problem=HOSTILE), engine=HOSTILE, model=HOSTILE, listen=HOSTILE),),
     )
 
 
@@ -342,3 +346,65 @@ def parked() -> Snapshot:
     """Weights that no process owns."""
     used = device(0, (), used=17_000_000_000, free=133_754_820_096)
     return snapshot(view(status(0, sets=(weight_set(leases=()),))), devices=(used,), engines=())
+
+
+def slot(slot: str, role: Role, engine: str = "chat", problem: str = "", **changes: Any) -> SlotView:
+    """What the launcher of a slot wrote down."""
+    pid = (41700 if slot == "a" else 52800) + 100 * (engine != "chat")
+    base = SlotStatus(
+        engine=engine,
+        slot=slot,
+        role=role,
+        since=NOW - 5300,
+        launcher=Process(pid - 2, 1),
+        main=Process(pid - 1, 2),
+        ranks=(Process(pid, 3),),
+        model=MODEL,
+        listen="0.0.0.0:30000",
+        problem=problem,
+        memory=88_000_000_000 if role == "active" else 6_400_000_000,
+        promotions=(
+            Promotion(NOW - 90_000, 0.2, "start"),
+            Promotion(NOW - 5300, 0.214, "death", {"lock": 0.001, "fence": 0.02, "map": 0.17, "accept": 0.004}),
+        ),
+        promoted={"start": 1, "death": 1},
+    )
+    return SlotView(slot, role, dataclasses.replace(base, **changes), problem)
+
+
+def pair(*slots: SlotView, **changes: Any) -> EngineView:
+    """An engine with its slots, by default one that is active and one that stands by."""
+    found = slots or (slot("a", "active"), slot("b", "standby", since=NOW - 40, restarts=2, promotions=(), promoted={}))
+    base = EngineView("chat", "0.0.0.0:30000", MODEL, 0, False, "", found)
+    return dataclasses.replace(base, **changes)
+
+
+def two_slots() -> Snapshot:
+    return snapshot(view(), standby=(pair(),))
+
+
+def troubled_slots() -> Snapshot:
+    """A slot that starts again and again, a parked engine, one whose file is not valid, and one that is hidden."""
+    failing = slot(
+        "b", "starting", problem="rank 0 has ended by signal 9", restarts=17, main=None, ranks=(), memory=None
+    )
+    resting = pair(
+        slot("a", "parked", "draft", memory=None),
+        slot("b", "parked", "draft"),
+        engine="draft",
+        parked=True,
+        priority=-1,
+    )
+    broken = pair(
+        SlotView("a", "down", None, ""),
+        SlotView("b", "down", None, ""),
+        engine="odd",
+        model="",
+        listen="",
+        problem="/etc/weightcache/engines/odd.toml: engine.arguments: --port is missing",
+    )
+    unreadable = "this user may not open /run/weightcache/engines/shy-a.json (is it in the group that owns the file?)"
+    hidden = pair(
+        SlotView("a", "down", None, unreadable), SlotView("b", "down", None, unreadable), engine="shy", model=""
+    )
+    return snapshot(view(), standby=(pair(slot("a", "active"), failing), resting, broken, hidden))

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.tui import build
 from tests.unit.tui.shown import shown
 from weightcache.monitor.snapshot import Snapshot
+from weightcache.tui.widgets.table import Table
 
 SIZES = {"80x24": (80, 24), "160x50": (160, 50)}
 STATES: dict[str, Callable[[], Snapshot]] = {
@@ -23,6 +24,8 @@ STATES: dict[str, Callable[[], Snapshot]] = {
     "fleet": build.fleet,
     "hostile": build.hostile,
     "empty": build.empty,
+    "slots": build.two_slots,
+    "slots-troubled": build.troubled_slots,
 }
 
 
@@ -55,6 +58,29 @@ async def test_pages(name: str, size: str) -> None:
     async with shown(build.fleet(), SIZES[size], readonly=False) as top:
         await top.press(*PAGES[name])
         top.golden(f"page-{name}-{size}")
+
+
+@pytest.mark.asyncio
+async def test_a_slot() -> None:
+    async with shown(build.troubled_slots()) as top:
+        await top.press("tab", "enter")
+        top.golden("page-slot-80x24")
+
+
+@pytest.mark.asyncio
+async def test_slots_come_and_go() -> None:
+    async with shown(build.ready()) as top:
+        before = top.text
+        await top.next(build.two_slots())
+        assert "chat-a  active" in top.text
+        assert "chat-a (active)" in top.line("41700")
+        await top.press("tab")
+        assert top.app.focused is top.app.screen.query_one("#slots")
+        await top.next(build.ready())
+        assert "chat-a" not in top.text
+        await top.press("tab")
+        assert isinstance(top.app.focused, Table)
+    assert "SLOT" not in before
 
 
 @pytest.mark.asyncio
