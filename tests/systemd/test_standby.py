@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from tests.support.environments import REPOSITORY
 from tests.systemd.machine import Machine
 from tests.systemd.rank import eventually
+from tests.systemd.test_exporter import ASK
 
 STANDIN = REPOSITORY / "tests" / "systemd" / "standin_engine.py"
 PORT = 30000
@@ -59,6 +61,20 @@ def await_active(machine: Machine, slot: str) -> None:
     eventually(lambda: roles(machine)[slot] == "active", lambda: roles(machine))
 
 
+def scrape(machine: Machine) -> str:
+    """What the exporter's unit says of engines."""
+    text = machine.run("/usr/bin/python3", "-c", ASK, "/metrics", check=False).stdout
+    return "\n".join(line for line in text.splitlines() if line.startswith("weightcache_engine_"))
+
+
+def promotions(machine: Machine) -> float:
+    """How many the operator has asked for, by the metrics."""
+    found = re.findall(
+        r'^weightcache_engine_promotions_total\{cause="promote",.*\} (\S+)$', scrape(machine), re.MULTILINE
+    )
+    return sum(map(float, found))
+
+
 @contextlib.contextmanager
 def clients(machine: Machine, what: str = "client") -> Iterator[dict[str, float]]:
     """A client that connects all the time; what it saw is there after the block."""
@@ -79,13 +95,34 @@ def test_both_slots_are_up_after_a_boot_and_one_is_active(machine: Machine) -> N
     assert machine.show(HTTP, "ActiveState", "SubState") == {"ActiveState": "active", "SubState": "running"}
     shown = machine.run("stat", "--format=%U %G %a %n", RUN, f"{RUN}/e.lock", f"{RUN}/e-a.json").stdout.splitlines()
     assert shown == [
-        f"weightcache weightcache 2770 {RUN}",
+        f"weightcache weightcache 2771 {RUN}",
         f"weightcache-engine weightcache 640 {RUN}/e.lock",
-        f"weightcache-engine weightcache 640 {RUN}/e-a.json",
+        f"weightcache-engine weightcache 644 {RUN}/e-a.json",
     ]
-    told = machine.run("wcache", "engines", user="stranger", check=False)
-    assert (told.returncode, told.stderr) == (1, "")
-    assert "this user may not open" in told.stdout
+
+
+def test_who_is_in_no_group_sees_the_slots_and_may_do_nothing(machine: Machine) -> None:
+    stand(machine)
+    told = machine.run("wcache", "engines", user="stranger")
+    assert [line.split()[2] for line in told.stdout.splitlines()[1:]] == [roles(machine)[slot] for slot in "ab"]
+    promote = machine.run("wcache", "promote", "e", user="stranger", check=False)
+    assert (promote.returncode, promote.stdout) == (77, "")
+    for command in (f"ls {RUN}", f"cat {RUN}/e.lock", f"cat {RUN}/e.roster", f"touch {RUN}/e.parked"):
+        assert machine.run("sh", "-c", command, user="stranger", check=False).returncode != 0, command
+
+
+def test_the_exporter_tells_the_roles(machine: Machine) -> None:
+    active, standby = stand(machine)
+    machine.systemctl("start", "weightcache-exporter.service")
+    try:
+        for slot, role in ((active, "active"), (standby, "standby")):
+            line = f'weightcache_engine_role{{engine="e",role="{role}",slot="{slot}"}} 1.0'
+            eventually(lambda line=line: line in scrape(machine), lambda: scrape(machine))
+        before = promotions(machine)
+        machine.run("wcache", "promote", "e")
+        eventually(lambda: promotions(machine) == before + 1, lambda: scrape(machine))
+    finally:
+        machine.systemctl("stop", "weightcache-exporter.service")
 
 
 def test_killed_engines_come_back_as_standbys_and_no_connection_is_refused(machine: Machine) -> None:

@@ -79,7 +79,7 @@ def test_users_and_groups(machine: Machine) -> None:
 
 def test_directory_and_sockets(machine: Machine) -> None:
     assert owner_and_mode(machine, "/run/weightcache") == "weightcache weightcache 755 directory"
-    assert owner_and_mode(machine, "/run/weightcache/engines") == "weightcache weightcache 2770 directory"
+    assert owner_and_mode(machine, "/run/weightcache/engines") == "weightcache weightcache 2771 directory"
     assert owner_and_mode(machine, "/run/weightcache/0.sock") == "root weightcache 660 socket"
     assert owner_and_mode(machine, "/run/weightcache/loader.sock") == "weightcache weightcache 600 socket"
 
