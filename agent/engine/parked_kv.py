@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 PLAN_BYTE = 1 << 20
 """Of the lock file: who measures."""
 MEASURE_SECONDS = 300.0
-TAKE_SECONDS = 10.0
 RETRY_SECONDS = 0.005
 """Memory of a process that died is free when it is gone, or a moment later."""
 POLL_SECONDS = 0.1
@@ -124,9 +123,9 @@ class ParkedMemory:
             raise UsageError(f"an engine in a slot has to park its KV memory, which does not work yet with {why}")
         sglang.replace_owner(KvBuffers)
 
-    def map(self) -> None:
-        """Have all of it. Raises a WeightcacheError."""
-        take(TAKE_SECONDS)
+    def map(self, seconds: float) -> None:
+        """Have all of it within ``seconds``. Raises a WeightcacheError."""
+        take(seconds)
 
     def unmap(self) -> None:
         """Give it back, but for the first tokens. Raises a WeightcacheError."""

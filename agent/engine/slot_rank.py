@@ -21,9 +21,6 @@ from weightcache.standby.messages import Own, Ready, Release, Slot
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-LOCK_SECONDS = 60.0
-FENCE_SECONDS = 60.0
-"""How long a process may need to end that was killed: the kernel frees its memory first."""
 
 
 class Memory(Protocol):
@@ -32,8 +29,8 @@ class Memory(Protocol):
     def check(self, model_runner: Any) -> None:
         """Refuse an engine whose KV memory cannot come and go, before it has any. Raises WeightcacheError."""
 
-    def map(self) -> None:
-        """Have it."""
+    def map(self, seconds: float) -> None:
+        """Have it; what is not free yet is waited for until ``seconds`` are over. Raises a WeightcacheError."""
 
     def unmap(self) -> None:
         """Give it up, with its content."""
@@ -45,7 +42,7 @@ class HostMemory:
     def check(self, model_runner: Any) -> None:
         """Any will do."""
 
-    def map(self) -> None:
+    def map(self, seconds: float) -> None:
         """It is there."""
 
     def unmap(self) -> None:
@@ -100,16 +97,17 @@ class SlotRank:
 
     def _own(self, order: Own, _: int) -> dict[str, float]:
         seconds: dict[str, float] = {}
+        until = time.monotonic() + order.seconds
         with timed(seconds, "lock"):
-            _take(self._lock, LOCK_SECONDS)
+            _take(self._lock, order.seconds)
         try:
             with timed(seconds, "fence"):
-                left = fence.wait(order.fence, FENCE_SECONDS)
+                left = fence.wait(order.fence, _left(until))
             if left:
                 pids = ", ".join(str(process.pid) for process in left)
-                raise WeightcacheError(f"may still write KV memory after {FENCE_SECONDS:g} s: {pids}")
+                raise WeightcacheError(f"may still write KV memory after {order.seconds:g} s: {pids}")
             with timed(seconds, "map"):
-                self._memory.map()
+                self._memory.map(_left(until))
         except BaseException:
             self._lock.give_back()
             raise
@@ -121,6 +119,10 @@ class SlotRank:
             self._memory.unmap()
         self._lock.give_back()
         return seconds
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())
 
 
 def _take(lock: ByteLock, seconds: float) -> None:

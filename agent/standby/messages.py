@@ -76,10 +76,14 @@ class Elect:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Rank: take byte 1 + rank, wait until every process of ``fence`` is gone, then map the KV memory."""
+    """Rank: take byte 1 + rank, wait until every process of ``fence`` is gone, then map the KV memory.
+
+    All of that within ``seconds``.
+    """
 
     order: int
     fence: tuple[Process, ...]
+    seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)

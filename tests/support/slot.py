@@ -56,9 +56,9 @@ class SlotLauncher:
         """The same without waiting; call the answer to wait."""
         return self.send(MAIN, Elect(next(self._numbers)))
 
-    def own(self, rank: int = 0, fence: Sequence[Process] = ()) -> Done:
+    def own(self, rank: int = 0, fence: Sequence[Process] = (), seconds: float = 60.0) -> Done:
         """Have a rank take its memory."""
-        return self.ask(rank, Own(next(self._numbers), tuple(fence)))
+        return self.ask(rank, Own(next(self._numbers), tuple(fence), seconds))
 
     def accept(self, listener: socket.socket) -> Done:
         """Have the main process accept on ``listener``."""

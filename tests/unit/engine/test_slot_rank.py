@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,15 +35,17 @@ class Memory:
     done: list[str] = field(default_factory=list)
     fails: bool = False
     unfit: str = ""
+    seconds: float = -1.0
 
     def check(self, model_runner: Any) -> None:
         if self.unfit:
             raise UsageError(self.unfit)
         self.done.append(f"check {model_runner}")
 
-    def map(self) -> None:
+    def map(self, seconds: float) -> None:
         if self.fails:
             raise WeightcacheError("no memory")
+        self.seconds = seconds
         self.done.append("map")
 
     def unmap(self) -> None:
@@ -112,26 +114,36 @@ def test_it_owns_and_releases(here: Here) -> None:
 
 
 def test_nothing_is_mapped_while_somebody_may_still_write(
-    here: Here, monkeypatch: pytest.MonkeyPatch, sleeper: Callable[[], subprocess.Popen[bytes]]
+    here: Here, sleeper: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
-    monkeypatch.setattr(slot_rank, "FENCE_SECONDS", 0.2)
     old = fence.identify(sleeper().pid)
-    assert here.launcher.own(1, [old]).problem == f"may still write KV memory after 0.2 s: {old.pid}"
+    assert here.launcher.own(1, [old], 0.2).problem == f"may still write KV memory after 0.2 s: {old.pid}"
     assert here.memory.done == []
     assert not is_taken(here.lock, 2)
     os.kill(old.pid, 9)
     assert here.launcher.own(1, [old, Process(1, 12345)]).problem == ""
 
 
-def test_a_lock_that_is_not_free(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_rank, "LOCK_SECONDS", 0.2)
+def test_a_lock_that_is_not_free(here: Here) -> None:
     other = ByteLock(here.lock, 2)
     other.take()
     try:
-        assert "byte 2" in here.launcher.own(1).problem
+        assert "byte 2" in here.launcher.own(1, seconds=0.2).problem
         assert here.memory.done == []
     finally:
         other.close()
+
+
+def test_the_order_says_how_long_all_of_it_may_take(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    def wait(processes: Sequence[Process], seconds: float) -> tuple[Process, ...]:
+        waited.append(seconds)
+        return ()
+
+    monkeypatch.setattr(slot_rank.fence, "wait", wait)
+    assert here.launcher.own(1, (), 500.0).problem == ""
+    assert 400.0 < here.memory.seconds <= waited[0] <= 500.0
 
 
 def test_memory_that_is_not_there_gives_the_lock_back(here: Here) -> None:
