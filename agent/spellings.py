@@ -34,6 +34,8 @@ SPELLINGS: Mapping[str, Mapping[str, str]] = {
     "node_rank": {"--node-rank": "--nod"},
     "dist_init_addr": {"--dist-init-addr": "--dist-i", "--nccl-init-addr": "--nccl-i"},
     "nccl_port": {"--nccl-port": "--nccl-p"},
+    "kv_events_config": {"--kv-events-config": "--kv-e"},
+    "warmups": {"--warmups": "--war"},
     "cpu_offload_gb": {"--cpu-offload-gb": "--cpu"},
     "offload_group_size": {"--offload-group-size": "--offload-g"},
     "elastic_ep_backend": {"--elastic-ep-backend": "--elastic-ep-b"},

@@ -46,8 +46,12 @@ if TYPE_CHECKING:
     from weightcache.standby.places import SlotName
 
 
+HOPELESS_SECONDS = 5.0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
+    handed = os.environ.get("LISTEN_PID") == str(os.getpid())
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except WeightcacheError as error:
@@ -56,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             write(decisions.differences(error.differences), sys.stderr)
         if isinstance(error, UsageError):
             say("wcache-launch --wcache-help lists the options")
+        if handed and isinstance(error, UsageError | ConfigError):
+            # A unit that nobody but an operator can mend is started again for every client that waits at its socket.
+            time.sleep(HOPELESS_SECONDS)
         return error.exit_status
     except KeyboardInterrupt:
         return 130

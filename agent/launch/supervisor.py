@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from weightcache.errors import UsageError
+from weightcache.errors import NoRoom, UsageError
 from weightcache.launch import proof
 from weightcache.launch.console import say
 from weightcache.launch.processes import Tree, below
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from weightcache.engine.directive import Report
     from weightcache.launch.reports import Receiver
 
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC, errno.E2BIG, errno.ELOOP, errno.ENAMETOOLONG)
 SERVING_POLL = 1.0
 KILL_TIMEOUT = 60.0
 """A process with gigabytes on a GPU takes its time to go away."""
@@ -51,13 +53,14 @@ Starter = Callable[["Sequence[str]", "Mapping[str, str]", Callable[[], None]], C
 
 
 def fresh(command: Sequence[str], environment: Mapping[str, str], setup: Callable[[], None]) -> Child:
-    """Start ``command`` as a new process. Raises UsageError."""
+    """Start ``command`` as a new process. Raises UsageError, or NoRoom for what may pass by itself."""
     try:
         return subprocess.Popen(command, env=dict(environment), preexec_fn=setup)
     except OSError as error:
-        raise UsageError(f"{command[0]} cannot be started ({error.strerror})") from None
+        kind = UsageError if error.errno in _NOT_THERE else NoRoom
+        raise kind(f"{command[0]} cannot be started ({error.strerror})") from None
     except subprocess.SubprocessError:
-        raise UsageError(f"{command[0]} cannot be started") from None
+        raise NoRoom(f"{command[0]} cannot be started") from None
 
 
 class Watcher(Protocol):

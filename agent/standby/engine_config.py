@@ -186,9 +186,11 @@ def _why_not_twice(given: Given) -> str:
         return "with --nnodes the engine is on several hosts, and a lock of one host says nothing about the others"
     if given.flag("enable_dp_attention") or (given.number("attn_dp_size") or 1) > 1:
         return "--enable-dp-attention makes both engines bind the same ports"
-    for name, option in (("nccl_port", "--nccl-port"), ("dist_init_addr", "--dist-init-addr")):
+    for name in ("nccl_port", "dist_init_addr", "kv_events_config"):
         if given.text(name):
-            return f"{option} names a port that both engines would bind"
+            return f"--{name.replace('_', '-')} names a port that both engines would bind"
+    if given.text("warmups"):
+        return "--warmups runs requests before an engine has all of its KV memory"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -31,6 +32,13 @@ def open_regular(path: Path, flags: int, mode: int = 0o660) -> int:
         os.close(fd)
         raise WeightcacheError(f"{path} is no regular file")
     return fd
+
+
+def grant(fd: int, mode: int) -> None:
+    """Have the open file's mode be ``mode``, which a umask may have narrowed when it was made; its owner alone can."""
+    if stat.S_IMODE(os.fstat(fd).st_mode) != mode:
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, mode)
 
 
 def read(path: Path) -> bytes:

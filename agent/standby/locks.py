@@ -19,6 +19,8 @@ from pathlib import Path
 from weightcache.errors import WeightcacheError
 from weightcache.standby import files
 
+MODE = 0o660
+"""Also for another user of the directory's group, as after a change of a unit's User=."""
 _GETLK, _SETLK, _SETLKW = 36, 37, 38
 """F_OFD_GETLK, F_OFD_SETLK and F_OFD_SETLKW."""
 _FLOCK = struct.Struct("@hhqqi0q")
@@ -32,7 +34,8 @@ class ByteLock:
         self.path, self.byte = path, byte
         self._held = False
         try:
-            self._fd = files.open_regular(path, os.O_RDWR | os.O_CREAT, 0o660)
+            self._fd = files.open_regular(path, os.O_RDWR | os.O_CREAT, MODE)
+            files.grant(self._fd, MODE)
         except FileNotFoundError:
             raise WeightcacheError(f"{path.parent} is not there, so that no lock can be made in it") from None
 

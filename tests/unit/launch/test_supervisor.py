@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import signal
@@ -12,6 +13,8 @@ import time
 import pytest
 
 from tests.unit.launch.support import ATTACHED, alive, eventually
+from weightcache.errors import NoRoom, UsageError, WeightcacheError
+from weightcache.launch import supervisor
 
 GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
 
@@ -123,3 +126,19 @@ def test_the_servers_signal_mask_and_streams_are_the_operators(launcher):
         env=launcher.environment, input="typed\n", capture_output=True, text=True, timeout=20, check=False,
     )  # fmt: skip
     assert done.stdout == "set() typed\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.ENOENT, UsageError), (errno.EACCES, UsageError), (errno.EAGAIN, NoRoom), (errno.ENOMEM, NoRoom)],
+)
+def test_what_may_pass_by_itself_is_no_mistake_of_the_operators(
+    monkeypatch: pytest.MonkeyPatch, number: int, kind: type[WeightcacheError]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", fails)
+    with pytest.raises(WeightcacheError, match="python cannot be started") as caught:
+        supervisor.fresh(["python"], {}, lambda: None)
+    assert type(caught.value) is kind

@@ -31,6 +31,7 @@ import os, sys
 from weightcache.launch import main, restart
 from weightcache.standby import engine_config
 engine_config.LEAST_HANG = 0.1
+main.HOPELESS_SECONDS = 0.5
 restart.FIRST_PAUSE = float(os.environ.get("FIRST_PAUSE", "0.05"))
 raise SystemExit(main.main(sys.argv[1:]))
 """

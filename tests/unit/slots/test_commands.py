@@ -6,6 +6,7 @@ import signal
 import socket
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,13 @@ def test_a_slot_has_one_launcher(slots: Slots) -> None:
     slots.until("a", "active")
     assert "weightcache: demo-a has a launcher already" in refused(slots)
     assert slots.ask("a", "report").ok
+
+
+def test_a_launcher_that_cannot_work_does_not_spin_with_its_socket(slots: Slots) -> None:
+    (slots.folder / "engines" / f"{NAME}.toml").write_text("[engine]\n")
+    began = time.monotonic()
+    assert "engine.arguments: this key is missing" in refused(slots)
+    assert time.monotonic() - began >= 0.5
 
 
 def test_without_the_socket_unit_nothing_starts(slots: Slots) -> None:

@@ -63,9 +63,10 @@ def test_no_file_is_nobodys(tmp_path: Path) -> None:
     assert not (tmp_path / "none.lock").exists()
 
 
-def test_the_file_keeps_its_content_its_place_and_its_mode(tmp_path: Path) -> None:
+@pytest.mark.parametrize("umask", [0o000, 0o027, 0o077])
+def test_the_file_keeps_its_content_its_place_and_its_mode(tmp_path: Path, umask: int) -> None:
     path = tmp_path / "e.lock"
-    mask = os.umask(0)
+    mask = os.umask(umask)
     try:
         ByteLock(path, 0).close()
     finally:
