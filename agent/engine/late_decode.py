@@ -1,9 +1,10 @@
 """Most decode graphs are captured after the first answers, while the engine is idle.
 
 A batch runs on the graph of the next larger size. So a start captures the largest size, into whose memory the others
-fit, and the smallest ones: from then on each batch has a graph, if one that computes more than it needs. The sizes in
-between follow one at a time (weightcache.engine.late_graphs), and each is used as soon as it is there. The low-order
-bits of a result may differ with the size, as they do with every other batch that is padded.
+fit, the smallest ones, and powers of two: from then on each batch has a graph, which computes at most twice what it
+needs, also in an engine that is never idle. The sizes in between follow one at a time (weightcache.engine.late_graphs),
+and each is used as soon as it is there. The low-order bits of a result may differ with the size, as they do with every
+other batch that is padded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LateDecode:
             return original(runner)
         self.begun = True
         sizes = sorted(runner.capture_bs)
-        first = [size for size in sizes if size <= SMALLEST or size == sizes[-1]]
+        first = [size for size in sizes if size <= SMALLEST or size == sizes[-1] or not size & (size - 1)]
         if len(first) == len(sizes):
             return original(runner)
         why = self._why(runner)

@@ -17,7 +17,7 @@ import torch
 from weightcache.engine import adapter, adapter_graphs, late_graphs, state
 
 SIZES = [4, 16, 64]
-DECODE_SIZES = [1, 2, 4, 8, 16, 32, 48, 64]
+DECODE_SIZES = [1, 2, 4, 8, 12, 24, 48, 64]
 
 
 class Clock:
@@ -507,6 +507,14 @@ def test_a_few_decode_graphs_first_and_every_batch_has_one(engine: Engine, decod
     assert sorted(decode.graphs) == decode.capture_bs == DECODE_SIZES
     assert engine.graph_time_usage["decode"] >= 1.0
     assert not engine.late.waits
+
+
+def test_every_power_of_two_comes_first(engine: Engine, runners: Any, decode: DecodeRunner) -> None:
+    """An engine that is never idle computes at most twice what a batch needs."""
+    many = DecodeRunner(engine, [1, 2, 4, 8, *range(16, 257, 8)], runners)
+    many.capture()
+    assert many.graphs == [256, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert all(many.size_for(requests) <= 2 * requests for requests in range(1, 257))
 
 
 def test_decode_graphs_come_before_prefill_graphs(engine: Engine, decode: DecodeRunner) -> None:
