@@ -142,17 +142,26 @@ class Channel:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _hear(self, connection: _Connection, fd: int) -> list[Heard]:
-        if fd == connection.pidfd:
-            return self._drop(connection, "has ended")
+        if fd != connection.pidfd:
+            return self._read(connection, "has closed its connection")
+        heard: list[Heard] = []
+        while said := self._read(connection, "has ended"):  # its last words are in the queue still, and say more
+            heard += said
+            if said[-1].answer is None:
+                return heard
+        return heard + self._drop(connection, "has ended")
+
+    def _read(self, connection: _Connection, at_end: str) -> list[Heard]:
+        """One packet; nothing if there is none. ``at_end``: why it is dropped when no more will come."""
         try:
             data = transport.receive_packet(connection.sock).data
             if not data:
-                return self._drop(connection, "has closed its connection")
+                return self._drop(connection, at_end)
             answer = messages.decode_answer(data)
         except BlockingIOError:
             return []
         except OSError:
-            return self._drop(connection, "has closed its connection")
+            return self._drop(connection, at_end)
         except (ValueError, RecursionError, WeightcacheError):
             return self._drop(connection, "said something that is no message")
         if connection.floods():

@@ -164,6 +164,23 @@ def test_the_end_of_a_process_is_heard_although_a_child_has_its_connection(chann
         process.wait()
 
 
+def test_the_last_words_of_a_process_are_heard(channel: Channel, runtime_dir: Path) -> None:
+    """Its end may be seen first: two of its packets wait, and each look takes one."""
+    code = CHILD.replace("time.sleep(60)", "sys.stdin.read(); [sock.send(word.encode()) for word in sys.argv[3:]]")
+    words = Beat(), Beat(), Done(1, "no memory is left")
+    said = [encode(word).decode() for word in (Joined(0), *words)]
+    process = subprocess.Popen([sys.executable, "-c", code, str(runtime_dir / "slot"), *said], stdin=subprocess.PIPE)
+    try:
+        assert heard(channel)[0].answer == Joined(0)
+        process.communicate(timeout=10)
+        last = heard(channel, 4)
+        assert [one.answer for one in last] == [*words, None]
+        assert last[-1].why == "has ended"
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_who_is_lost_can_be_killed_still(channel: Channel, runtime_dir: Path) -> None:
     code = CHILD.replace("time.sleep(60)", "sock.close(); time.sleep(60)")
     joined = encode(Joined(0)).decode()
