@@ -31,6 +31,13 @@ MEASURE_SECONDS = 300.0
 RETRY_SECONDS = 0.005
 """Memory of a process that died is free when it is gone, or a moment later."""
 POLL_SECONDS = 0.1
+_ENDLESS, _ACTIVE = -1, -2
+_PROBLEMS = {
+    _ENDLESS: "another engine of this name measures its KV memory, and does not come to an end",
+    _ACTIVE: "there is no plan of KV memory, and none can be measured beside an active engine of this name: "
+    "stop that one, or set kv_gigabytes",
+}
+"""In place of bytes, what the first rank says to all."""
 
 
 class KvBuffers:
@@ -157,7 +164,7 @@ def hooks(plan: Path, lock: Path, reserve_bytes: int, kv_bytes: int = 0) -> dict
     def profile_bytes(original: Callable[..., int], configurator: Any, *args: Any, **kwargs: Any) -> int:
         if kv_bytes:
             return kv_bytes
-        key = list(sglang.plan_key(configurator))
+        key = [*sglang.plan_key(configurator), f"reserve_bytes={reserve_bytes}"]
         return planned(plan, lock, key, lambda: original(configurator, *args, **kwargs) - reserve_bytes)
 
     def is_backed_later(_original: Callable[..., bool], *_args: Any, **kwargs: Any) -> bool:
@@ -176,19 +183,22 @@ def hooks(plan: Path, lock: Path, reserve_bytes: int, kv_bytes: int = 0) -> dict
 def planned(plan: Path, lock: Path, key: list[str], measure: Callable[[], int]) -> int:
     """The bytes of this engine's KV pool: as planned, or measured now and written to ``plan``; the same on all ranks.
 
-    A plan for other arguments counts as long as there is an active engine, whose memory is not to be measured. Raises
-    WeightcacheError.
+    Nothing is measured beside an active engine, since what it leaves is not what there is: a plan for other arguments
+    counts as long as there is one, and without a plan this engine does not start. Raises WeightcacheError.
     """
     first = adapter.world()[0] == 0
     turn = ByteLock(lock, PLAN_BYTE) if first else None
     try:
         known = _known(plan, lock, key, turn) if turn else 0
         # What the first rank found is what all go by: measuring is a collective.
-        if (known := sglang.from_first_rank(known)) < 0:
-            raise WeightcacheError("another engine of this name measures its KV memory, and does not come to an end")
+        if (known := sglang.from_first_rank(known)) in _PROBLEMS:
+            raise WeightcacheError(_PROBLEMS[known])
         if known:
             return known
         found = measure()
+        # Asked again: one that was parked may have taken its memory meanwhile.
+        if sglang.from_first_rank(int(first and is_taken(lock, 0))):
+            raise WeightcacheError(_PROBLEMS[_ACTIVE])
         if found <= 0:
             raise WeightcacheError("no GPU memory is left for KV memory beside what a standby needs")
         if first:
@@ -201,16 +211,26 @@ def planned(plan: Path, lock: Path, key: list[str], measure: Callable[[], int]) 
 
 
 def _known(plan: Path, lock: Path, key: list[str], turn: ByteLock) -> int:
-    """The bytes of a plan that counts, 0 if they have to be measured, -1 if somebody else measures without an end."""
+    """The bytes of a plan that counts, 0 if they have to be measured now, or one of _PROBLEMS."""
     deadline = time.monotonic() + MEASURE_SECONDS
     while not turn.try_take():
         if time.monotonic() > deadline:
-            return -1
+            return _ENDLESS
         time.sleep(POLL_SECONDS)
+    found, size = _read(plan)
+    if size and found == key:
+        return size
+    if is_taken(lock, 0):
+        return size or _ACTIVE
+    return 0
+
+
+def _read(plan: Path) -> tuple[object, int]:
+    """What the plan is for, and its bytes: 0 if there is none that makes sense."""
     try:
         body = json.loads(files.read(plan))
         found, size = body["key"], body["bytes"]
     except (OSError, ValueError, TypeError, KeyError, WeightcacheError):
-        return 0
+        return None, 0
     good = isinstance(size, int) and not isinstance(size, bool) and size > 0
-    return size if good and (found == key or is_taken(lock, 0)) else 0
+    return found, size if good else 0

@@ -146,6 +146,42 @@ def test_other_arguments_are_measured_unless_there_is_an_active_engine(paths: tu
     assert calls == [1000, 2000]
 
 
+def test_nothing_is_measured_beside_an_active_engine(paths: tuple[Path, Path]) -> None:
+    calls: list[int] = []
+    active = ByteLock(paths[1], 0)
+    active.take()
+    with pytest.raises(WeightcacheError, match="stop that one, or set kv_gigabytes"):
+        parked_kv.planned(*paths, KEY, measured(5, calls))
+    active.close()
+    assert calls == []
+
+
+def test_what_was_measured_while_an_engine_became_active_is_no_plan(paths: tuple[Path, Path]) -> None:
+    active = ByteLock(paths[1], 0)
+
+    def measure() -> int:
+        active.take()
+        return 5
+
+    with pytest.raises(WeightcacheError, match="beside an active engine"):
+        parked_kv.planned(*paths, KEY, measure)
+    active.close()
+    assert not paths[0].exists()
+
+
+def test_another_reserve_or_gpu_is_another_plan(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(name="NVIDIA H200", total_memory=150 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    configurator = SimpleNamespace(server_args=SimpleNamespace(model_path="m"), gpu_id=3)
+
+    def planned(reserve: int, free: int) -> Any:
+        return parked_kv.hooks(*paths, reserve)[adapter_kv.PROFILE_BYTES](lambda *_: free, configurator, 5)
+
+    assert [planned(300, 1000), planned(300, 2000), planned(400, 1000)] == [700, 700, 600]
+    device.total_memory = 80 << 30
+    assert planned(400, 800) == 400
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", '{"key": 1}', '{"key": ["model_path=m"], "bytes": true}', '{"key": ["model_path=m"], "bytes": -1}'],
@@ -185,6 +221,10 @@ def test_other_ranks_go_by_the_first_one(paths: tuple[Path, Path], monkeypatch: 
     assert parked_kv.planned(*paths, KEY, measured(7, [])) == 7
     assert not paths[0].exists()
     assert told == [0]
+    answers = iter((0, 1))
+    monkeypatch.setattr(adapter_kv, "from_first_rank", lambda _: next(answers))
+    with pytest.raises(WeightcacheError, match="beside an active engine"):
+        parked_kv.planned(*paths, KEY, measured(7, []))
 
 
 def test_the_hooks_do_what_sglang_asks_for(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
