@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
 _STAYS = (Step.CLEARING, Step.OWNING, Step.ACCEPTING, Step.ACTIVE, Step.DRAINING, Step.RELEASING, Step.YIELDING)
 """While the lock is this engine's, it should not just end: requests may run."""
+_WANT_THE_LOCK: tuple[Role, ...] = ("standby", "promoting")
 LOOK = 1.0
 """Seconds between two looks at the marker, which the other launcher may make and remove."""
 CLEAR_LOOK = 0.02
 """Seconds between two looks whether others have given back their memory."""
+SAY = 5.0
+"""Seconds more than a rank has to own its memory: it says why it could not, worth more than that it did not."""
 REST_LOOK = 0.2
 """Seconds between two looks whether somebody has taken the lock that this engine gave back."""
 
@@ -147,7 +150,7 @@ class Director:
             return
         if self._parked:
             self._rest_until = 0.0
-        elif now < self._rest_until and not self.world.taken():
+        elif now < self._rest_until and not self.world.taken() and self.world.other() in _WANT_THE_LOCK:
             self._look_at = now + REST_LOOK
         else:
             self._rest_until, self._asked_at = 0.0, now
@@ -218,9 +221,10 @@ class Director:
             if now >= self._clear_until:
                 self._end(f"{', '.join(others)} did not give back memory within {self.limits.clear:.0f} s")
             return
-        fence = self._fence
+        fence, seconds = self._fence, self.limits.own
         self._reached("clear", now)
-        self._order(Step.OWNING, range(self.ranks), lambda number: messages.Own(number, fence), self.limits.own, now)
+        make = lambda number: messages.Own(number, fence, seconds)  # noqa: E731
+        self._order(Step.OWNING, range(self.ranks), make, seconds + SAY, now)
 
     def _accepting(self, now: float) -> None:
         self._reached("accept", now)

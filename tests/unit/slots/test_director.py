@@ -244,6 +244,12 @@ def test_the_roster_holds_everybody_until_the_fence_is_complete() -> None:
     assert play.director.promotion.cause == "death"
 
 
+def test_ranks_are_told_how_long_owning_may_take() -> None:
+    play = Play()
+    play.to(Step.OWNING)
+    assert [order.seconds for _, order in play.world.orders if isinstance(order, Own)] == [LIMITS.own] * 2
+
+
 def test_nobody_waits_for_himself() -> None:
     play = Play(roster=(*MINE, OTHERS[0]))
     play.to(Step.OWNING)
@@ -327,6 +333,18 @@ def test_who_has_retired_leaves_the_lock_to_others_for_a_while() -> None:
         play.wait(0.2)
         assert (play.role, play.pending()) == ("retiring", [])
     play.wait(LIMITS.rest)
+    assert (play.role, play.pending()) == ("standby", ["Elect -1"])
+
+
+@pytest.mark.parametrize("other", ["starting", "down"])
+def test_who_has_retired_takes_the_lock_back_when_nobody_is_left_who_would(other: Role) -> None:
+    play = Play()
+    play.to(Step.YIELDING)
+    play.answer()
+    play.wait(0.2)
+    assert (play.role, play.pending()) == ("retiring", [])
+    play.world.neighbour = other
+    play.wait(0.2)
     assert (play.role, play.pending()) == ("standby", ["Elect -1"])
 
 
@@ -455,7 +473,7 @@ def test_an_order_that_cannot_be_carried_out_ends_the_engine(step: Step) -> None
 @pytest.mark.parametrize(
     ("step", "seconds", "name"),
     [
-        (Step.OWNING, LIMITS.own, "Own"),
+        (Step.OWNING, LIMITS.own + 5, "Own"),
         (Step.ACCEPTING, LIMITS.order, "Accept"),
         (Step.DRAINING, LIMITS.drain + LIMITS.margin, "Retire"),
         (Step.RELEASING, LIMITS.order, "Release"),
