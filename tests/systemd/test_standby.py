@@ -87,7 +87,7 @@ def test_both_slots_are_up_after_a_boot_and_one_is_active(machine: Machine) -> N
     shown = machine.run("stat", "--format=%U %G %a %n", RUN, f"{RUN}/e.lock", f"{RUN}/e-a.json").stdout.splitlines()
     assert shown == [
         f"weightcache weightcache 2771 {RUN}",
-        f"weightcache-engine weightcache 640 {RUN}/e.lock",
+        f"weightcache-engine weightcache 660 {RUN}/e.lock",
         f"weightcache-engine weightcache 644 {RUN}/e-a.json",
     ]
 
