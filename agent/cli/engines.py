@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache import commands as command_lines, records
-from weightcache.cli import engines_setup
+from weightcache.cli import engines_memory, engines_setup
 from weightcache.cli.parsing import Parser, add_global, as_path
 from weightcache.standby import engine_config, listing
 from weightcache.standby.places import EnginePaths, SlotName, config_dir, engine_name
@@ -25,7 +25,7 @@ List the engines of this host that share a port with a standby, both slots of ea
 /etc/weightcache/engines, and those whose launcher left a status.
 
 roles: starting, standby (ready to take over), promoting, active (takes requests), retiring (lets its requests end),
-parked (ready, and not to take over), down (no launcher).
+parked (ready, and not to take over: somebody parked it, or a more important engine has the GPU), down (no launcher).
 
 FOR is how long the slot has had its role, PID the engine's main process, MEMORY what its ranks take on GPUs, TOOK how
 long its last promotion took, WHY what caused that: start, death (of the engine before), promote, wake."""
@@ -77,14 +77,14 @@ def paths(options: argparse.Namespace) -> EnginePaths:
 
 
 def _list(options: argparse.Namespace) -> int:
-    views = listing.all_engines(directory(options))
+    views = engines_memory.measured(listing.all_engines(directory(options)))
     if options.json:
         print(json.dumps({"schema": 1, "engines": records.to_plain(views)}, indent=2))
     elif views:
         print("\n".join(_lines(views)))
     else:
         print(f"wcache: note: no engine has a file in {config_dir()}", file=sys.stderr)
-    return 0 if all(view.parked or "active" in view.roles for view in views) else 1
+    return 0 if all(view.parked or view.slot_in("active", "parked") for view in views) else 1
 
 
 def _lines(views: tuple[EngineView, ...]) -> list[str]:

@@ -85,8 +85,18 @@ def _wake(options: argparse.Namespace) -> int:
         print(f"{before.engine} is not parked: {before.engine}-{active.slot} is active")
         return 0
     _tell_all(paths, before, "wake")
-    slot = _await(paths, began + options.wait, lambda now: None if now.parked else now.slot_in("active"))
+    slot = _await(paths, began + options.wait, _woken)
     return _done(before, began, slot)
+
+
+def _woken(now: EngineView) -> SlotView | None:
+    """The active slot of an engine that nobody parked. Raises NotReady where a more important one keeps it parked."""
+    if now.parked:
+        return None
+    parked = now.slot_in("parked")
+    if parked is not None and parked.problem:
+        raise NotReady(f"{now.engine} is woken, and stays parked for now: {parked.problem}")
+    return now.slot_in("active")
 
 
 def _known(paths: EnginePaths) -> EngineView:

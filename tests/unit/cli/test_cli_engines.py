@@ -16,8 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from weightcache.cli import engines_memory
+from weightcache.monitor.nvml import Reading
+from weightcache.monitor.snapshot import Device, DeviceProcess
 from weightcache.standby import control, fence, status
 from weightcache.standby.control import Command, Reply
+from weightcache.standby.listing import EngineView, SlotView
 from weightcache.standby.locks import ByteLock
 from weightcache.standby.messages import Process, Role
 from weightcache.standby.places import EnginePaths
@@ -128,6 +132,38 @@ def test_json_is_what_the_launchers_wrote(host, launchers):
     assert first["status"]["promotions"][0]["phases"] == active.promotions[0].phases
     assert first["status"]["launcher"] == {"pid": os.getpid(), "started": active.launcher.started}
     assert second == {"slot": "b", "role": "down", "status": None, "problem": ""}
+
+
+def test_memory_is_what_the_driver_counts_for_the_ranks(monkeypatch):
+    gpus = ("GPU-1", "GPU-2")
+    ranks = (Process(7, 1), Process(8, 1))
+    said = SlotStatus("e", "a", "active", 0.0, Process(6, 1), ranks=ranks, gpus=gpus, size=2)
+    view = EngineView("e", "", "", 0, False, "", (SlotView("a", "active", said, ""), SlotView("b", "down", None, "")))
+    asked = []
+
+    def read(uuids):
+        asked.append(uuids)
+        of = {"GPU-1": ((7, 100), (9, 5)), "GPU-2": ((8, 200), (7, 1))}
+        devices = [Device(uuid, 0, "", 0, 0, 0, tuple(DeviceProcess(p, "", n) for p, n in of[uuid])) for uuid in uuids]
+        return Reading("", "", tuple(devices))
+
+    monkeypatch.setattr(engines_memory, "_read", read)
+    (measured,) = engines_memory.measured((view,))
+    assert asked == [["GPU-1", "GPU-2"]]
+    assert measured.slots[0].status.memory == 301
+    without = dataclasses.replace(said, gpus=("host",))
+    same = dataclasses.replace(view, slots=(SlotView("a", "active", without, ""),))
+    assert engines_memory.measured((same,)) == (same,)
+    assert len(asked) == 1
+
+
+def test_an_engine_that_a_more_important_one_parked_is_as_it_should_be(host, launchers):
+    launchers.slot("a", "parked", problem="high is more important, and has the same GPU")
+    assert host.wcache("engines").status == 0
+    launchers.answer("a")
+    got = host.wcache("wake", "e")
+    assert got.status == 1
+    assert "e is woken, and stays parked for now: high is more important, and has the same GPU" in got.err
 
 
 def test_whose_launcher_is_dead_is_down(host, launchers):
