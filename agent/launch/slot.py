@@ -158,6 +158,10 @@ class Slot:
         self._tell()
         return may
 
+    def killing(self) -> None:
+        """The engine is about to be killed: nobody pings until the next one starts."""
+        self._manager.bear(BETWEEN_ENGINES)
+
     def ended(self) -> None:
         """The engine's main process is gone: nothing of the rest may stay."""
         if self._director is None:

@@ -102,6 +102,9 @@ class Aside(Protocol):
     def may_end(self) -> bool:
         """A signal to end came: whether the server may have it yet. Asked again after each ``attend``."""
 
+    def killing(self) -> None:
+        """The server is about to be killed, which may take KILL_TIMEOUT; ``attend`` is not called any more."""
+
     def ended(self) -> None:
         """The server's main process is gone."""
 
@@ -246,12 +249,17 @@ class _Run:
         self.deadline = moment if self.deadline is None else min(self.deadline, moment)
 
     def _end_tree(self) -> None:
-        if not self.tree.kill(KILL_TIMEOUT):
+        if not self._kill():
             say(f"some of the server's processes do not end within {KILL_TIMEOUT:.0f} s")
+
+    def _kill(self) -> bool:
+        if self.aside is not None:
+            self.aside.killing()
+        return self.tree.kill(KILL_TIMEOUT)
 
     def close(self) -> None:
         """Whatever happened, leave no server behind."""
         if self.child.poll() is None:
-            self.tree.kill(KILL_TIMEOUT)
+            self._kill()
             self.child.wait(KILL_TIMEOUT)
         self.tree.close()

@@ -53,9 +53,9 @@ class Limits:
     """Seconds. ``own``, ``drain``, ``hang``: see docs/standby.md. ``order``: for any order without a limit of its own.
 
     ``start``: until a process that says nothing yet counts as hung. ``rest``: how long one that has retired leaves the
-    lock to a standby. ``margin``: how much longer than ``drain`` retiring may take. ``reserve_bytes``: GPU memory that the
-    active engine leaves to a standby. ``kv_bytes``: KV memory on each GPU, 0 if that is measured. ``clear``: how long
-    less important engines may take to give theirs back.
+    lock to a standby. ``margin``: how much longer than ``drain`` retiring may take. ``reserve_bytes``: GPU memory that
+    the active engine leaves to a standby. ``kv_bytes``: KV memory on each GPU, 0 if that is measured. ``clear``: how
+    long less important engines may take to give theirs back.
     """
 
     own: float

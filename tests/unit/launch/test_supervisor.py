@@ -142,3 +142,56 @@ def test_what_may_pass_by_itself_is_no_mistake_of_the_operators(
     with pytest.raises(WeightcacheError, match="python cannot be started") as caught:
         supervisor.fresh(["python"], {}, lambda: None)
     assert type(caught.value) is kind
+
+
+class Hung:
+    """A slot whose engine hangs, and a receiver of no reports."""
+
+    wants_serving = False
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.said: list[str] = []
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def due(self) -> float:
+        return time.monotonic()
+
+    def attend(self) -> float:
+        return 0.0
+
+    def may_end(self) -> bool:
+        return True
+
+    def take(self) -> list:
+        return []
+
+    def begin(self) -> None:
+        self.said.append("begin")
+
+    def killing(self) -> None:
+        self.said.append("killing")
+
+    def ended(self) -> None:
+        self.said.append("ended")
+
+
+def test_a_slot_hears_that_its_engine_is_killed_before_that_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    fds = [os.eventfd(0), os.eventfd(0)]
+    aside, receiver = map(Hung, fds)
+    kill = supervisor.Tree.kill
+
+    def killed(tree: supervisor.Tree, timeout: float) -> bool:
+        aside.said.append("kill")
+        return kill(tree, timeout)
+
+    monkeypatch.setattr(supervisor.Tree, "kill", killed)
+    try:
+        done = supervisor.run(["sleep", "60"], os.environ, receiver, receiver, None, aside=aside)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert (done.status, done.killed) == (-signal.SIGKILL, True)
+    assert aside.said == ["begin", "killing", "kill", "ended"]
