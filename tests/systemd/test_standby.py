@@ -66,6 +66,11 @@ def scrape(machine: Machine) -> str:
     return "\n".join(line for line in text.splitlines() if line.startswith("weightcache_engine_"))
 
 
+def told(machine: Machine, slot: str, role: str) -> bool:
+    """Whether the metrics say that the slot has the role."""
+    return f'weightcache_engine_role{{engine="e",role="{role}",slot="{slot}"}} 1.0' in scrape(machine)
+
+
 @contextlib.contextmanager
 def clients(machine: Machine, what: str = "client") -> Iterator[dict[str, float]]:
     """A client that connects all the time; what it saw is there after the block."""
@@ -94,8 +99,8 @@ def test_both_slots_are_up_after_a_boot_and_one_is_active(machine: Machine) -> N
 
 def test_who_is_in_no_group_sees_the_slots_and_may_do_nothing(machine: Machine) -> None:
     stand(machine)
-    told = machine.run("wcache", "engines", user="stranger")
-    assert [line.split()[2] for line in told.stdout.splitlines()[1:]] == [roles(machine)[slot] for slot in "ab"]
+    shown = machine.run("wcache", "engines", user="stranger")
+    assert [line.split()[2] for line in shown.stdout.splitlines()[1:]] == [roles(machine)[slot] for slot in "ab"]
     for command in (f"ls {RUN}", f"cat {RUN}/e.lock", f"touch {RUN}/e.parked"):
         assert machine.run("sh", "-c", command, user="stranger", check=False).returncode != 0, command
 
@@ -104,12 +109,11 @@ def test_the_exporter_tells_the_roles(machine: Machine) -> None:
     active, standby = stand(machine)
     machine.systemctl("start", "weightcache-exporter.service")
     try:
-        for slot, role in ((active, "active"), (standby, "standby")):
-            line = f'weightcache_engine_role{{engine="e",role="{role}",slot="{slot}"}} 1.0'
-            eventually(lambda line=line: line in scrape(machine), lambda: scrape(machine))
+        eventually(
+            lambda: told(machine, active, "active") and told(machine, standby, "standby"), lambda: scrape(machine)
+        )
         machine.systemctl("kill", "--signal=SIGKILL", SERVICES[active])
-        line = f'weightcache_engine_role{{engine="e",role="active",slot="{standby}"}} 1.0'
-        eventually(lambda: line in scrape(machine), lambda: scrape(machine))
+        eventually(lambda: told(machine, standby, "active"), lambda: scrape(machine))
     finally:
         machine.systemctl("stop", "weightcache-exporter.service")
 
