@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from weightcache.standby.messages import Answer, Done, Order, Process, Role
+    from weightcache.standby.priority import Blocker
     from weightcache.standby.status import Promotion
 
 _STAYS = (Step.CLEARING, Step.OWNING, Step.ACCEPTING, Step.ACTIVE, Step.DRAINING, Step.RELEASING, Step.YIELDING)
@@ -55,7 +56,9 @@ class Director:
     _pending: Pending = field(default_factory=Pending)
     _trial: Trial | None = None
     _rest_until: float = 0.0
+    _blockers: tuple[Blocker, ...] = ()
     _clear_until: float = 0.0
+    """Until when they have to change."""
     _fence: tuple[Process, ...] = ()
     _look_at: float = 0.0
 
@@ -206,7 +209,7 @@ class Director:
         # From here on nobody can miss anyone of them, whatever dies when.
         self.world.enroll((*fence, *self.own))
         self._reached("roster", now)
-        self.step, self._fence, self._clear_until = Step.CLEARING, fence, now + self.limits.clear
+        self.step, self._fence, self._blockers = Step.CLEARING, fence, ()
         self.world.tell_others()  # also one that is about to take memory: it is not in the way yet
         self._clear(now)
 
@@ -218,8 +221,11 @@ class Director:
             return
         if others := self.world.in_the_way():
             self._look_at = now + CLEAR_LOOK
-            if now >= self._clear_until:
-                self._end(f"{', '.join(others)} did not give back memory within {self.limits.clear:.0f} s")
+            if others != self._blockers or all(other.leaving for other in others):
+                self._blockers, self._clear_until = others, now + self.limits.clear
+            elif now >= self._clear_until:
+                stay = ", ".join(other.engine for other in others if not other.leaving)
+                self._end(f"{stay} did not give back memory within {self.limits.clear:.0f} s")
             return
         fence, seconds = self._fence, self.limits.own
         self._reached("clear", now)

@@ -61,7 +61,7 @@ class Slot:
         self._paths, self._limits, self._ranks = paths, limits, ranks
         self._board, self._manager = board, manager
         known = board.status
-        self._claim = Claim(paths, frozenset(known.gpus), known.priority)
+        self._claim = Claim(paths, frozenset(known.gpus), known.priority, lambda text: say(f"slot {name}: {text}"))
         self._director: Director | None = None
         self._role: Role = "starting"
         self._began = self._ping_at = time.monotonic()

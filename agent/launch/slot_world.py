@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from weightcache.errors import WeightcacheError
+from weightcache.launch.console import say
 from weightcache.standby import control, locks, roster, status
 from weightcache.standby.messages import Accept
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from weightcache.launch.channel import Channel
     from weightcache.standby.messages import Order, Process, Role
     from weightcache.standby.places import EnginePaths, SlotName
-    from weightcache.standby.priority import Claim
+    from weightcache.standby.priority import Blocker, Claim
 
 TELL_SECONDS = 5.0
 
@@ -32,8 +33,9 @@ class SlotWorld:
     def __init__(
         self, name: SlotName, paths: EnginePaths, channel: Channel, listener: socket.socket, claim: Claim
     ) -> None:
-        self._other = name.other
+        self._name = name
         self._claim = claim
+        self._waited_for: tuple[str, ...] = ()
         self.rival = ""
         """The more important engine that was seen last."""
         self._paths = paths
@@ -72,9 +74,14 @@ class SlotWorld:
         self.rival = self._claim.more_important()
         return bool(self.rival) or os.path.lexists(self._paths.parked)
 
-    def in_the_way(self) -> tuple[str, ...]:
-        """Whoever is less important, and has not parked yet."""
-        return self._claim.in_the_way()
+    def in_the_way(self) -> tuple[Blocker, ...]:
+        """Whoever is less important, and has not parked yet. Says whom this engine waits for, when that is new."""
+        found = self._claim.in_the_way()
+        names = tuple(other.engine for other in found)
+        if names and names != self._waited_for:
+            say(f"slot {self._name}: waiting for the GPU memory of {', '.join(names)}")
+        self._waited_for = names
+        return found
 
     def tell_others(self) -> None:
         """By a thread of its own: launchers answer when they can, and would look by themselves a little later."""
@@ -83,7 +90,7 @@ class SlotWorld:
 
     def other(self) -> Role:
         """What the other slot says of itself."""
-        return other(self._paths, self._other)
+        return other(self._paths, self._name.other)
 
     def end(self, reason: str) -> None:
         """Kill who has joined now; who holds this sees to the rest."""

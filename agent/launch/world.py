@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from weightcache.standby.messages import Order, Role
+    from weightcache.standby.priority import Blocker
 
 
 class World(Protocol):
@@ -35,8 +36,8 @@ class World(Protocol):
     def parked(self) -> bool:
         """Whether the marker of a parked engine is there, or a more important engine has the GPU."""
 
-    def in_the_way(self) -> tuple[str, ...]:
-        """Less important engines that have memory of the same GPU still."""
+    def in_the_way(self) -> tuple[Blocker, ...]:
+        """Less important engines that have memory of the same GPU, or could take it."""
 
     def tell_others(self) -> None:
         """Have less important engines on the same GPU look now, instead of in a second."""
@@ -55,7 +56,7 @@ class Limits:
     ``start``: until a process that says nothing yet counts as hung. ``rest``: how long one that has retired leaves the
     lock to a standby. ``margin``: how much longer than ``drain`` retiring may take. ``reserve_bytes``: GPU memory that
     the active engine leaves to a standby. ``kv_bytes``: KV memory on each GPU, 0 if that is measured. ``clear``: how
-    long less important engines may take to give theirs back.
+    long less important engines may neither say that they retire nor give theirs back.
     """
 
     own: float

@@ -1,47 +1,65 @@
 """Engines that share a GPU: the more important one has its memory, and the others wait, parked, until it leaves.
 
 Nothing is written down for that, and nobody has to clean up after a death: an engine counts as there while somebody has
-byte 0 of its lock, and as without KV memory while nobody has the bytes of its ranks. Who shares a GPU with whom, and
+byte 0 of its lock or the byte of one of its ranks, whatever became of its launchers. Who shares a GPU with whom, and
 how important each one is, is in the status files of the slots. Engines of the same priority do not look at each other.
+
+Byte 0 is taken before the others' bytes are read, by either side: of two engines that are elected at the same time, one
+sees the other at least. What cannot be read of an engine makes it count as not there, and is said once: no engine ends
+for what the files of another one are.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from weightcache.errors import UsageError, WeightcacheError
 from weightcache.standby import locks, status
-from weightcache.standby.places import EnginePaths, slot_name
+from weightcache.standby.messages import Role
+from weightcache.standby.places import EnginePaths, SlotName, slot_name
 from weightcache.standby.status import SlotStatus
 
 MOST_ENGINES = 256
+_LEAVES: tuple[Role, ...] = ("promoting", "retiring")
+"""A promotion that is under way ends first, and its engine retires then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """An engine that has memory, or is about to take it. ``leaving``: its launcher says that it goes on with something
+    that ends by itself, so that it need not be hurried.
+    """
+
+    engine: str
+    leaving: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What an engine wants: its GPUs (UUIDs; "host" for memory of the host), the more of ``priority`` the better."""
+    """What an engine wants: its GPUs (UUIDs; "host" for memory of the host), the more of ``priority`` the better.
+
+    ``complain`` gets a sentence about each engine that has to be passed over.
+    """
 
     paths: EnginePaths
     gpus: frozenset[str]
     priority: int
+    complain: Callable[[str], None] = lambda _: None
+    _passed: set[str] = field(default_factory=set, compare=False)
 
     def more_important(self) -> str:
         """An engine that is there and comes first on one of these GPUs; empty if there is none."""
         for other in self._others():
-            if other.priority > self.priority and locks.is_taken(self._of(other).lock, 0):
+            if other.priority > self.priority and self._there(other):
                 return other.engine
         return ""
 
-    def in_the_way(self) -> tuple[str, ...]:
-        """The less important engines that have KV memory on one of these GPUs."""
-        found = []
-        for other in self._others():
-            if other.priority < self.priority:
-                lock = self._of(other).lock
-                if any(locks.is_taken(lock, 1 + rank) for rank in range(other.size)):
-                    found.append(other.engine)
-        return tuple(found)
+    def in_the_way(self) -> tuple[Blocker, ...]:
+        """The less important engines that have KV memory on one of these GPUs, or could take it at any moment."""
+        others = [other for other in self._others() if other.priority < self.priority and self._there(other)]
+        return tuple(Blocker(other.engine, other.leaving) for other in others)
 
     def less_important(self) -> tuple[Path, ...]:
         """Where the launchers of less important engines on these GPUs take commands."""
@@ -51,38 +69,65 @@ class Claim:
     def _of(self, other: _Other) -> EnginePaths:
         return EnginePaths(self.paths.directory, other.engine)
 
+    def _there(self, other: _Other) -> bool:
+        lock = self._of(other).lock
+        try:
+            return any(locks.is_taken(lock, byte) for byte in range(1 + other.size))
+        except (WeightcacheError, OSError) as error:
+            self._pass_over(other.engine, str(error))
+            return False
+
     def _others(self) -> tuple[_Other, ...]:
-        """Engines with a living launcher that share a GPU with this one."""
-        found: dict[str, _Other] = {}
-        for path in sorted(self.paths.directory.glob("*.json"))[:MOST_ENGINES]:
-            said = _said(path)
-            if said is None or said.engine == self.paths.engine or not self.gpus.intersection(said.gpus):
-                continue
-            before = found.get(said.engine)
-            found[said.engine] = _Other(
-                said.engine,
-                max(said.priority, before.priority) if before else said.priority,
-                max(said.size, before.size) if before else said.size,
-                (*(before.slots if before else ()), said.slot),
-            )
-        return tuple(found.values())
+        """Engines that share a GPU with this one."""
+        found: dict[str, list[SlotStatus]] = {}
+        try:
+            files = sorted(self.paths.directory.glob("*.json"))
+        except OSError as error:
+            self._pass_over("every other engine", f"{self.paths.directory} cannot be read ({error.strerror})")
+            files = []
+        for path in files[:MOST_ENGINES]:
+            if (said := self._said(path)) is not None:
+                found.setdefault(said.engine, []).append(said)
+        others = [_other(engine, said) for engine, said in found.items()]
+        return tuple(other for other in others if self.gpus & other.gpus)
+
+    def _said(self, path: Path) -> SlotStatus | None:
+        """What a launcher of another engine says, or said last, under its own name."""
+        try:
+            name = slot_name(path.stem)
+        except UsageError:
+            return None
+        if name.engine == self.paths.engine:
+            return None
+        found, problem = status.read(path)
+        if problem:
+            self._pass_over(str(name), problem)
+        return found if found is not None and SlotName(found.engine, found.slot) == name else None
+
+    def _pass_over(self, who: str, problem: str) -> None:
+        if who not in self._passed:
+            self._passed.add(who)
+            self.complain(f"{who} is passed over where priorities count: {problem}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Other:
     engine: str
+    gpus: frozenset[str]
     priority: int
     size: int
     slots: tuple[str, ...]
+    leaving: bool
 
 
-def _said(path: Path) -> SlotStatus | None:
-    """A slot's status, if a launcher lives that says so under its own name."""
-    try:
-        name = slot_name(path.stem)
-        found, _ = status.read(path)
-    except (UsageError, WeightcacheError):
-        return None
-    if found is None or found.role == "down" or (found.engine, found.slot) != (name.engine, name.slot):
-        return None
-    return found
+def _other(engine: str, said: list[SlotStatus]) -> _Other:
+    # Who died may have been started with another file; without any launcher, its last words are all that is known.
+    known = [one for one in said if one.role != "down"] or said
+    return _Other(
+        engine,
+        frozenset(gpu for one in known for gpu in one.gpus),
+        max(one.priority for one in known),
+        max(one.size for one in said),
+        tuple(one.slot for one in known),
+        any(one.role in _LEAVES for one in known),
+    )

@@ -26,6 +26,7 @@ from weightcache.standby.messages import (
     Role,
     Yield,
 )
+from weightcache.standby.priority import Blocker
 
 LIMITS = Limits(own=20, drain=10, hang=60, order=30, start=1800, rest=10, margin=45)
 MINE = (Process(100, 1), Process(101, 1))
@@ -44,6 +45,7 @@ class FakeWorld:
     is_taken: bool = False
     marker: bool = False
     rivals: tuple[str, ...] = ()
+    leaving: set[str] = field(default_factory=set)
     neighbour: Role = "down"
     age: float = float("inf")
     broken: str = ""
@@ -75,8 +77,8 @@ class FakeWorld:
     def parked(self) -> bool:
         return self.marker
 
-    def in_the_way(self) -> tuple[str, ...]:
-        return self.rivals
+    def in_the_way(self) -> tuple[Blocker, ...]:
+        return tuple(Blocker(engine, engine in self.leaving) for engine in self.rivals)
 
     def tell_others(self) -> None:
         self.log.append("tell")
@@ -194,6 +196,34 @@ def test_an_engine_in_whose_way_others_stay_ends() -> None:
     assert not play.world.ended
     play.wait(1)
     assert play.world.ended == ["low did not give back memory within 180 s"]
+
+
+def test_who_retires_is_waited_for_as_long_as_that_takes() -> None:
+    play = Play()
+    play.to(Step.CLEARING)
+    play.wait(LIMITS.clear - 1)
+    play.world.leaving = {"low"}
+    for _ in range(100):
+        play.wait(50)
+    play.world.rivals = ("low", "lower")
+    play.wait(50)
+    play.wait(LIMITS.clear - 1)
+    assert (play.world.ended, play.role) == ([], "promoting")
+    play.wait(1)
+    assert play.world.ended == ["lower did not give back memory within 180 s"]
+
+
+def test_the_limit_begins_again_with_each_change() -> None:
+    play = Play()
+    play.to(Step.CLEARING)
+    play.world.rivals = ("low", "lower")
+    for rivals in (("low", "lower"), ("lower",)):
+        play.wait(LIMITS.clear - 1)
+        play.world.rivals = rivals
+    play.wait(LIMITS.clear - 1)
+    assert not play.world.ended
+    play.wait(LIMITS.clear)
+    assert play.world.ended == ["lower did not give back memory within 180 s"]
 
 
 @pytest.mark.parametrize("stop", [True, False])

@@ -58,6 +58,7 @@ def test_the_more_important_engine_has_the_memory_until_it_leaves(low: Slots, hi
         assert parked.problem == "high is more important, and has the same GPU"
         promoted = high.until("a", "active").promotions[-1]
         assert "clear" in promoted.phases
+        assert high.lines("a").count("waiting for the GPU memory of demo") == 1
         served = len(answers)
         high.launchers["a"].send_signal(signal.SIGTERM)
         assert low.until("a", "active").problem == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from weightcache.standby import fence, status
 from weightcache.standby.locks import ByteLock
 from weightcache.standby.messages import Process
 from weightcache.standby.places import EnginePaths
-from weightcache.standby.priority import Claim
+from weightcache.standby.priority import Blocker, Claim
 from weightcache.standby.status import SlotStatus
 
 GPUS = ("GPU-1", "GPU-2")
@@ -51,14 +52,46 @@ def test_who_has_the_lock_comes_first_and_who_waits_does_not(claim: Claim, tmp_p
         assert claim.more_important() == ""
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_in_the_way_is_who_has_memory(claim: Claim, tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize("byte", [1, 2])
+def test_who_lost_its_lock_is_there_while_its_ranks_have_memory(claim: Claim, tmp_path: Path, byte: int) -> None:
+    say(tmp_path, "high", 9)
+    with held(tmp_path, "high", byte):
+        assert claim.more_important() == "high"
+    with held(tmp_path, "high", 3):
+        assert claim.more_important() == ""
+
+
+@pytest.mark.parametrize("byte", [0, 1, 2])
+def test_in_the_way_is_who_has_memory_or_may_take_it(claim: Claim, tmp_path: Path, byte: int) -> None:
+    """Byte 0 alone: an engine that was elected at the same moment, and did not see this one yet."""
+    say(tmp_path, "low", 1)
+    say(tmp_path, "high", 9)
+    assert claim.in_the_way() == ()
+    with held(tmp_path, "low", byte), held(tmp_path, "high", byte):
+        assert claim.in_the_way() == (Blocker("low", leaving=False),)
+
+
+@pytest.mark.parametrize(
+    ("role", "leaving"),
+    [("active", False), ("parked", False), ("starting", False), ("promoting", True), ("retiring", True)],
+)
+def test_who_leaves_says_so(claim: Claim, tmp_path: Path, role: str, leaving: bool) -> None:
+    say(tmp_path, "low", 1, role=role)
+    say(tmp_path, "low", 1, slot="b")
+    with held(tmp_path, "low", 0):
+        assert claim.in_the_way() == (Blocker("low", leaving),)
+
+
+def test_of_two_elected_at_once_one_sees_the_other(tmp_path: Path) -> None:
+    gpus = frozenset(GPUS)
+    low, high = (Claim(EnginePaths(tmp_path, name), gpus, n) for name, n in (("low", 1), ("high", 9)))
     say(tmp_path, "low", 1)
     say(tmp_path, "high", 9)
     with held(tmp_path, "low", 0):
-        assert claim.in_the_way() == ()
-    with held(tmp_path, "low", 1 + rank), held(tmp_path, "high", 1 + rank):
-        assert claim.in_the_way() == ("low",)
+        assert low.more_important() == ""  # it goes on, and has no memory yet
+        with held(tmp_path, "high", 0):
+            assert high.in_the_way() == (Blocker("low", leaving=False),)
+            assert low.more_important() == "high"
 
 
 def test_both_slots_of_less_important_engines_are_told(claim: Claim, tmp_path: Path) -> None:
@@ -70,25 +103,75 @@ def test_both_slots_of_less_important_engines_are_told(claim: Claim, tmp_path: P
     assert claim.less_important() == (low.control("a"), low.control("b"))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"launcher": Process(os.getpid(), 1)}, {"role": "down"}, {"engine": "another"}],
-)
-def test_a_status_that_nobody_stands_for_counts_for_nothing(
-    claim: Claim, tmp_path: Path, wrong: dict[str, object]
+DEAD = Process(os.getpid(), 1)
+
+
+@pytest.mark.parametrize("wrong", [{"launcher": DEAD}, {"role": "down"}])
+@pytest.mark.parametrize("byte", [0, 1])
+def test_who_has_memory_has_it_without_a_launcher_too(
+    claim: Claim, tmp_path: Path, wrong: dict[str, object], byte: int
 ) -> None:
     say(tmp_path, "high", 9, **wrong)
+    say(tmp_path, "low", 1, **wrong)
+    assert (claim.more_important(), claim.in_the_way()) == ("", ())
+    with held(tmp_path, "high", byte), held(tmp_path, "low", byte):
+        assert claim.more_important() == "high"
+        assert claim.in_the_way() == (Blocker("low", leaving=False),)
+
+
+def test_what_a_dead_launcher_said_counts_for_nothing_beside_a_living_one(claim: Claim, tmp_path: Path) -> None:
+    say(tmp_path, "other", 9, slot="b", launcher=DEAD)
+    say(tmp_path, "other", 1)
+    with held(tmp_path, "other", 0):
+        assert claim.more_important() == ""
+        say(tmp_path, "other", 9, ("GPU-1",))
+        assert claim.more_important() == ""
+
+
+def test_a_status_under_another_name_counts_for_nothing(claim: Claim, tmp_path: Path) -> None:
+    say(tmp_path, "high", 9, engine="another")
     with held(tmp_path, "high", 0):
         assert claim.more_important() == ""
+
+
+@pytest.mark.parametrize("engine", ["high", "low"])
+def test_an_engine_whose_lock_cannot_be_read_is_passed_over_and_said_once(tmp_path: Path, engine: str) -> None:
+    said: list[str] = []
+    claim = Claim(EnginePaths(tmp_path, "mine"), frozenset(GPUS), 5, said.append)
+    for name, priority in (("high", 9), ("low", 1)):
+        say(tmp_path, name, priority)
+    lock = EnginePaths(tmp_path, engine).lock
+    lock.symlink_to("/dev/zero")
+    for _ in range(3):
+        assert (claim.more_important(), claim.in_the_way()) == ("", ())
+    assert len(said) == 1
+    assert said[0].startswith(f"{engine} is passed over where priorities count: {lock} cannot be opened")
+
+
+def test_without_descriptors_nobody_is_seen_and_nothing_fails(
+    claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(tmp_path, "high", 9)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with held(tmp_path, "high", 0), monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        patch.setattr(os, "scandir", full)
+        assert (claim.more_important(), claim.in_the_way(), claim.less_important()) == ("", (), ())
 
 
 def test_files_that_make_no_sense_are_passed_over(claim: Claim, tmp_path: Path) -> None:
     (tmp_path / "noslot.json").write_text("{}")
     (tmp_path / "bad-a.json").write_text("[")
     (tmp_path / "link-a.json").symlink_to("/dev/zero")
+    said: list[str] = []
+    claim = dataclasses.replace(claim, complain=said.append)
     say(tmp_path, "high", 9)
     with held(tmp_path, "high", 0):
-        assert claim.more_important() == "high"
+        assert [claim.more_important() for _ in range(3)] == ["high"] * 3
+    assert [text.partition(" is passed over")[0] for text in said] == ["bad-a", "link-a"]
 
 
 def test_without_a_directory_there_is_nobody(tmp_path: Path) -> None:
