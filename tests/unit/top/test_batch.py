@@ -325,14 +325,17 @@ def test_an_end_by_a_signal_leaves_nothing_of_a_recording_undone(top: Top, ready
     path = tmp_path / "r"
     with top.process("--json", "--watch", "0.25", "--record", str(path)) as process:
         assert process.stdout
-        shown = [json.loads(process.stdout.readline()) for _ in range(3)]
+        shown = [json.loads(process.stdout.readline())]
+        while len(shown) < 3 or (len(path.read_text().splitlines()) < 4 and len(shown) < 50):
+            shown.append(json.loads(process.stdout.readline()))
         process.kill()
         process.communicate(timeout=10)
     assert path.stat().st_mode & 0o777 == 0o600
     assert len(path.read_text().splitlines()) >= 4
     got = top("--json", "--replay", str(path))
     assert (got.status, got.err) == (0, "")
-    assert json.loads(got.out)["at"] >= shown[-1]["at"]
+    # One that came early, after a late one, is shown and not recorded: there is at most one in 0.25 s.
+    assert json.loads(got.out)["at"] > shown[-1]["at"] - 0.25
 
 
 def test_a_recording_is_shown_as_it_was(top: Top, ready: Watched, tmp_path: Path) -> None:
