@@ -22,13 +22,18 @@ MEMORY_POOL = "sglang.srt.mem_cache.memory_pool"
 OWNER = "KvVmmBufferOwner"
 """The name in MEMORY_POOL by which pools make what holds their buffers."""
 
-_UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # (argument, values that are supported, what the others are)
     ("speculative_algorithm", (None,), "speculative decoding"),
-    ("kv_cache_dtype", (None, "auto", "bfloat16", "float16"), "a quantized KV cache"),
+    ("kv_cache_dtype", (None, "auto", "bf16", "bfloat16", "float16"), "a quantized KV cache"),
     ("enable_memory_saver", (None, False), "the memory saver"),
     ("enable_hierarchical_cache", (None, False), "the hierarchical cache"),
     ("enable_lmcache", (None, False), "LMCache"),
+    ("enable_flexkv", (None, False), "FlexKV"),
+    ("enable_unified_cache_external_linker", (None, False), "a KV cache that others link to"),
+    ("enable_hisparse", (None, False), "hierarchical sparse attention"),
+    ("enable_unified_memory", (None, False), "KV memory that is one with the memory of other states"),
+    ("enable_kv_cache_sharding", (None, False), "a KV cache that is cut by pages"),
     ("disaggregation_mode", (None, "null"), "disaggregated prefill"),
     ("prefill_only_disable_kv_cache", (None, False), "an engine without KV memory"),
     ("enable_pdmux", (None, False), "prefill and decode on parts of the device"),
@@ -39,9 +44,11 @@ _UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 def why_not(model_runner: Any) -> str:
     """Why the KV memory of this engine cannot be given back and taken again, or an empty text."""
-    for name, supported, what in _UNSUPPORTED:
+    for name, supported, what in UNSUPPORTED:
         if adapter.resolved(model_runner.server_args, name) not in supported:
             return what
+    if model_runner.kv_cache_dtype.itemsize < 2:  # what "auto" came to, as with a checkpoint that says FP8
+        return f"a quantized KV cache ({model_runner.kv_cache_dtype})"
     if model_runner.use_mla_backend:
         return "latent attention (MLA)"
     if model_runner.is_hybrid_swa:

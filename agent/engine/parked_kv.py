@@ -130,6 +130,11 @@ class ParkedMemory:
             raise UsageError(f"an engine in a slot has to park its KV memory, which does not work yet with {why}")
         sglang.replace_owner(KvBuffers)
 
+    def prove(self) -> None:
+        """Refuse an engine that made its pools in another way. Raises WeightcacheError."""
+        if not KvBuffers.made:
+            raise WeightcacheError("this engine made no KV memory that can be given back, and may not be in a slot")
+
     def map(self, seconds: float) -> None:
         """Have all of it within ``seconds``. Raises a WeightcacheError."""
         take(seconds)

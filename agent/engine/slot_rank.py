@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from weightcache.engine import adapter_slot as sglang, directive as directives
+from weightcache.engine import adapter_slot as sglang, directive as directives, slot_channel
 from weightcache.engine.directive import Decision, Directive
 from weightcache.engine.slot_channel import Channel, timed
 from weightcache.errors import UsageError, WeightcacheError
@@ -29,6 +29,9 @@ class Memory(Protocol):
     def check(self, model_runner: Any) -> None:
         """Refuse an engine whose KV memory cannot come and go, before it has any. Raises WeightcacheError."""
 
+    def prove(self) -> None:
+        """Refuse an engine whose KV memory was made in a way that is not directed here. Raises WeightcacheError."""
+
     def map(self, seconds: float) -> None:
         """Have it; what is not free yet is waited for until ``seconds`` are over. Raises a WeightcacheError."""
 
@@ -40,6 +43,9 @@ class HostMemory:
     """The KV memory of an engine on the CPU is small, and stays."""
 
     def check(self, model_runner: Any) -> None:
+        """Any will do."""
+
+    def prove(self) -> None:
         """Any will do."""
 
     def map(self, seconds: float) -> None:
@@ -87,6 +93,10 @@ class SlotRank:
     def ready(self) -> None:
         """The event loop begins."""
         if self._channel is not None:
+            try:
+                self._memory.prove()
+            except WeightcacheError as error:
+                slot_channel.end(error.message)
             self._channel.send(Ready())
 
     def _join(self, rank: int) -> None:

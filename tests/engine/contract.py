@@ -538,7 +538,8 @@ def main() -> int:
     options = set(parser()._option_string_actions)
     problems += [*spellings(options), *mode(options)]
     known = server_arguments()
-    refused = {name for name, _, _ in (*adapter.REFUSED_ARGUMENTS, *adapter_slot.REFUSED_ARGUMENTS)}
+    refusing = (*adapter.REFUSED_ARGUMENTS, *adapter_slot.REFUSED_ARGUMENTS, *adapter_kv.UNSUPPORTED)
+    refused = {name for name, *_ in refusing}
     listed = refused | set(adapter.BACKEND_ARGUMENTS) | set(RESOLVED)
     tables = {**sglang_options.SPELLINGS, **sglang_options.FLAGS}
     wanted = {spelling for table in tables.values() for spelling in table} | set(

@@ -114,6 +114,37 @@ def test_without_room_for_the_first_tokens_nothing_is_left(driver: FakeDriver) -
     driver.assert_clean()
 
 
+def test_pools_that_were_made_in_another_way_are_refused(driver: FakeDriver) -> None:
+    memory = parked_kv.ParkedMemory()
+    with pytest.raises(WeightcacheError, match="made no KV memory that can be given back"):
+        memory.prove()
+    buffers()
+    memory.prove()
+
+
+def runner(dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> Any:
+    """As much of a ModelRunner as is asked, of a model that may be in a slot."""
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**arguments), kv_cache_dtype=dtype, use_mla_backend=False, is_hybrid_swa=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (runner(), ""),
+        (runner(kv_cache_dtype="bf16"), ""),
+        (runner(kv_cache_dtype="fp8_e4m3"), "a quantized KV cache"),
+        (runner(torch.float8_e4m3fn, kv_cache_dtype="auto"), "a quantized KV cache (torch.float8_e4m3fn)"),
+        (runner(enable_kv_cache_sharding=True), "a KV cache that is cut by pages"),
+        (runner(enable_unified_memory=True), "KV memory that is one with the memory of other states"),
+    ],
+)
+def test_which_kv_memory_cannot_be_parked(monkeypatch: pytest.MonkeyPatch, given: Any, why: str) -> None:
+    monkeypatch.setattr(adapter_kv, "_has_state", lambda _: False)
+    assert adapter_kv.why_not(given) == why
+
+
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     monkeypatch.setattr(adapter, "world", lambda: (0, 1, None))

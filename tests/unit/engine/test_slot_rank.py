@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -23,7 +23,7 @@ from weightcache.engine.slot_rank import SlotRank
 from weightcache.errors import UsageError, WeightcacheError
 from weightcache.standby import fence
 from weightcache.standby.locks import ByteLock, is_taken
-from weightcache.standby.messages import Process, Slot
+from weightcache.standby.messages import Process, Ready, Slot
 
 SECONDS = 10.0
 
@@ -41,6 +41,10 @@ class Memory:
         if self.unfit:
             raise UsageError(self.unfit)
         self.done.append(f"check {model_runner}")
+
+    def prove(self) -> None:
+        if self.unfit:
+            raise WeightcacheError(self.unfit)
 
     def map(self, seconds: float) -> None:
         if self.fails:
@@ -162,6 +166,21 @@ def test_a_beat_a_second_and_the_loop_goes_on(here: Here, monkeypatch: pytest.Mo
     here.rank.ready()
     here.launcher.wait_ready([1], SECONDS)
     assert here.launcher.beats.total() == 3
+
+
+def test_memory_that_stands_for_nothing_ends_the_rank(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(why: str) -> NoReturn:
+        raise SystemExit(why)
+
+    here.memory.unfit = "no KV memory that can be given back"
+    with monkeypatch.context() as patch:
+        patch.setattr(slot_rank.slot_channel, "end", end)
+        with pytest.raises(SystemExit, match="no KV memory"):
+            here.rank.ready()
+    here.memory.unfit = ""
+    here.rank.ready()
+    here.launcher.wait_ready([1], SECONDS)
+    assert here.launcher.said[1].count(Ready()) == 1
 
 
 def test_a_process_that_is_no_rank_says_nothing(runtime_dir: Path) -> None:
