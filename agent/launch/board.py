@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 from weightcache.errors import WeightcacheError
 from weightcache.launch.console import say
 from weightcache.standby import status
+from weightcache.standby.places import SlotName
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from weightcache.standby.messages import Process, Role
     from weightcache.standby.status import Promotion, SlotStatus
-
-_MOST_REMEMBERED = 256
-"""Processes of earlier engines of this slot."""
 
 
 class Board:
@@ -28,7 +25,6 @@ class Board:
         before, _ = status.read(path)
         self._path = path
         self._engines = 0
-        self._earlier: tuple[Process, ...] = ()
         self._written: SlotStatus | None = None
         self._complained = False
         self.status = initial
@@ -40,21 +36,16 @@ class Board:
         """Another engine."""
         self._engines += 1
 
-    def engine_ended(self, ranks: Iterable[Process]) -> None:
-        """That one is over."""
-        self._earlier = (*self._earlier, *ranks)[-_MOST_REMEMBERED:]
-
     def promoted(self, promotion: Promotion) -> None:
         """It became the active one."""
         promotions = (*self.status.promotions, promotion)[-status.MOST_PROMOTIONS :]
         promoted = self.status.promoted | {promotion.cause: self.status.promoted.get(promotion.cause, 0) + 1}
         self.status = replace(self.status, promotions=promotions, promoted=promoted)
 
-    def predecessor(self, inherited: Iterable[Process]) -> str:
-        """Whose the processes are that were in the roster: the other slot's, but for a slot that has only itself."""
-        mine = set(inherited) and set(inherited) <= set(self._earlier)
-        slot = self.status.slot if mine else "b" if self.status.slot == "a" else "a"
-        return f"{self.status.engine}-{slot}" + ("'s last engine" if mine else "")
+    def predecessor(self, mine: bool) -> str:
+        """Whose engine was elected before: one of this slot (``mine``), or of the other one."""
+        name = SlotName(self.status.engine, self.status.slot)
+        return f"{name}'s last engine" if mine else f"{name.other}"
 
     def show(self, role: Role, main: Process | None, ranks: tuple[Process, ...]) -> str:
         """Write down how it stands; one line about it."""

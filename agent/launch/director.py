@@ -7,7 +7,7 @@ and carries out what it wants of the world. One director is for one engine; the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from weightcache.errors import WeightcacheError
@@ -15,6 +15,7 @@ from weightcache.launch.orders import MAIN, Pending, Step, role
 from weightcache.launch.promotion import Trial, cause
 from weightcache.launch.world import Limits, Member, World, named
 from weightcache.standby import messages
+from weightcache.standby.roster import Roster
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -48,6 +49,8 @@ class Director:
     step: Step = Step.STARTING
     promotion: Promotion | None = None
     """The last one."""
+    succeeds_itself: bool = False
+    """Whether the engine that was elected before this one was of the same slot."""
     stopping: bool = False
     _parked: bool = False
     _woken_at: float = -math.inf
@@ -59,6 +62,8 @@ class Director:
     _blockers: tuple[Blocker, ...] = ()
     _clear_until: float = 0.0
     """Until when they have to change."""
+    _before: Roster = field(default_factory=Roster)
+    """This slot's, as long as this engine is none that may have memory."""
     _fence: tuple[Process, ...] = ()
     _look_at: float = 0.0
 
@@ -185,7 +190,7 @@ class Director:
                 case Step.DRAINING:
                     self._order(Step.RELEASING, range(self.ranks), messages.Release, self.limits.order, now)
                 case Step.RELEASING:
-                    self.world.enroll(())
+                    self.world.enroll(Roster((), now))
                     self._order(Step.YIELDING, (MAIN,), messages.Yield, self.limits.order, now)
                 case Step.YIELDING:
                     self.step = Step.RESTING
@@ -203,20 +208,25 @@ class Director:
         if self._parked or self.stopping:
             self._order(Step.REFUSING, (MAIN,), messages.Yield, self.limits.order, now)
             return
-        fence = tuple(process for process in self.world.fence() if process not in self.own)
-        age = self.world.roster_age()
-        self._trial = Trial(now, cause(bool(fence), age, now - self._asked_at, now - self._woken_at))
-        # From here on nobody can miss anyone of them, whatever dies when.
-        self.world.enroll((*fence, *self.own))
+        self._before = self._without_own(self.world.roster())
+        earlier = self.world.living(self._before.processes)
+        # From here on nobody can miss anyone of them, whatever dies when. Only then the other slot's: a launcher that
+        # was stopped on the way has lost its lock, and reads what the next one's has written, or is read by it.
+        self.world.enroll(Roster((*earlier, *self.own), now))
+        other = self._without_own(self.world.other_roster())
+        self.succeeds_itself = self._before.at > other.at
+        last = self._before if self.succeeds_itself else other
+        self._trial = Trial(now, cause(bool(last.processes), now - last.at, now - self._asked_at, now - self._woken_at))
         self._reached("roster", now)
-        self.step, self._fence, self._blockers = Step.CLEARING, fence, ()
+        self.step, self._blockers = Step.CLEARING, ()
+        self._fence = (*earlier, *self.world.living(other.processes))
         self.world.tell_others()  # also one that is about to take memory: it is not in the way yet
         self._clear(now)
 
     def _clear(self, now: float) -> None:
         """Less important engines see that the lock is taken, and park; they need no order."""
         if self._parked or self.stopping:
-            self.world.enroll(self._fence)
+            self.world.enroll(self._before)
             self._order(Step.REFUSING, (MAIN,), messages.Yield, self.limits.order, now)
             return
         if others := self.world.in_the_way():
@@ -237,10 +247,13 @@ class Director:
         self.step = Step.ACTIVE
         if self._trial is not None:
             self.promotion, self._trial = self._trial.promotion(now), None
-        self.world.enroll(self.own)
+        self.world.enroll(Roster(self.own, now))
         self._see_marker(now)  # a more important engine may have come meanwhile, and waits
         if self._parked or self.stopping:
             self._drain(now)
+
+    def _without_own(self, roster: Roster) -> Roster:
+        return replace(roster, processes=tuple(one for one in roster.processes if one not in self.own))
 
     def _reached(self, phase: str, now: float) -> None:
         if self._trial is not None:

@@ -47,13 +47,13 @@ class Trial:
         return Promotion(time.time(), round(now - self.began, 6), self.cause, dict(self.phases))
 
 
-def cause(fenced: bool, roster: float, stood: float, woken: float) -> Cause:
+def cause(left: bool, roster: float, stood: float, woken: float) -> Cause:
     """Why an engine is elected: whoever retires leaves an empty roster behind, and whoever dies does not.
 
-    ``fenced``: somebody is in the roster. The others are ages in seconds: of the roster (infinite without one), of this
+    ``left``: somebody is in the roster that was written last. The others are ages in seconds: of that roster, of this
     engine's waiting for the lock, and of its being woken.
     """
-    if fenced:
+    if left:
         return "death"
     if woken < roster:
         return "wake"

@@ -168,7 +168,6 @@ class Slot:
             return
         self._manager.bear(BETWEEN_ENGINES)
         self._channel.kill()
-        self._board.engine_ended(self._director.own)
         self._selector.unregister(self._channel)
         self._channel.close()
         self._director = None
@@ -213,7 +212,7 @@ class Slot:
     def _line(self, director: Director, before: Role) -> str:
         if self._role == "active" and director.promotion is not None:
             self._board.promoted(director.promotion)
-            return promotion.sentence(director.promotion, self._board.predecessor(self._world.inherited))
+            return promotion.sentence(director.promotion, self._board.predecessor(director.succeeds_itself))
         if self._role not in ("standby", "parked"):
             return ""
         if not self.stood:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from weightcache.errors import WeightcacheError
 from weightcache.launch.console import say
-from weightcache.standby import control, locks, roster, status
+from weightcache.standby import control, fence, locks, roster, status
 from weightcache.standby.messages import Accept
 
 if TYPE_CHECKING:
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from weightcache.standby.messages import Order, Process, Role
     from weightcache.standby.places import EnginePaths, SlotName
     from weightcache.standby.priority import Blocker, Claim
+    from weightcache.standby.roster import Roster
 
 TELL_SECONDS = 5.0
 
@@ -41,29 +40,27 @@ class SlotWorld:
         self._paths = paths
         self._channel = channel
         self._listener = listener
-        self.inherited: tuple[Process, ...] = ()
-        """Who was in the roster when this engine was elected last."""
         self.ended: str | None = None
 
     def send(self, rank: int, order: Order) -> bool:
         """Give an order; the listening socket goes with Accept."""
         return self._channel.send(rank, order, [self._listener.fileno()] if isinstance(order, Accept) else [])
 
-    def fence(self) -> tuple[Process, ...]:
-        """The roster."""
-        self.inherited = roster.read(self._paths.roster)
-        return self.inherited
+    def roster(self) -> Roster:
+        """This slot's."""
+        return roster.read(self._paths.roster(self._name.slot))
 
-    def roster_age(self) -> float:
-        """How many seconds ago the roster was written. Only what is said of a promotion depends on it."""
-        try:
-            return time.time() - self._paths.roster.stat().st_mtime
-        except OSError:
-            return math.inf
+    def other_roster(self) -> Roster:
+        """The other slot's."""
+        return roster.read(self._paths.roster(self._name.other.slot))
 
-    def enroll(self, processes: Iterable[Process]) -> None:
-        """Write the roster."""
-        roster.write(self._paths.roster, tuple(processes))
+    def enroll(self, roster_: Roster) -> None:
+        """Write this slot's."""
+        roster.write(self._paths.roster(self._name.slot), roster_)
+
+    def living(self, processes: Iterable[Process]) -> tuple[Process, ...]:
+        """Who is not seen to have ended."""
+        return fence.living(processes)
 
     def taken(self) -> bool:
         """Whether anybody accepts, or is about to."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from weightcache.standby.messages import Order, Role
     from weightcache.standby.priority import Blocker
+    from weightcache.standby.roster import Roster
 
 
 class World(Protocol):
@@ -21,14 +22,17 @@ class World(Protocol):
     def send(self, rank: int, order: Order) -> bool:
         """Give an order; False if the process takes none (any more). Accept gets the listening socket."""
 
-    def fence(self) -> tuple[Process, ...]:
-        """Who may still write KV memory: the roster. Raises WeightcacheError."""
+    def roster(self) -> Roster:
+        """Who of this slot may still write KV memory. Raises WeightcacheError."""
 
-    def roster_age(self) -> float:
-        """How many seconds ago the roster was written; infinite if it never was."""
+    def other_roster(self) -> Roster:
+        """Who of the other slot may. Raises WeightcacheError."""
 
-    def enroll(self, processes: Iterable[Process]) -> None:
-        """Write the roster. Raises WeightcacheError."""
+    def enroll(self, roster: Roster) -> None:
+        """Write this slot's roster. Raises WeightcacheError."""
+
+    def living(self, processes: Iterable[Process]) -> tuple[Process, ...]:
+        """Those that have not ended, as far as that can be told."""
 
     def taken(self) -> bool:
         """Whether anybody has the lock's byte 0."""

@@ -10,7 +10,7 @@ import errno
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from weightcache.errors import WeightcacheError
@@ -41,6 +41,18 @@ def identify(pid: int) -> Process:
 def lives(process: Process) -> bool:
     """Whether it is there and has not ended."""
     return bool(wait((process,), 0.0))
+
+
+def living(processes: Iterable[Process]) -> tuple[Process, ...]:
+    """Those that are there still, and those of which it cannot be told."""
+    return tuple(process for process in dict.fromkeys(processes) if _may_live(process))
+
+
+def _may_live(process: Process) -> bool:
+    try:
+        return lives(process)
+    except (OSError, OverflowError):
+        return True
 
 
 def wait(processes: Sequence[Process], seconds: float) -> tuple[Process, ...]:

@@ -79,11 +79,6 @@ class EnginePaths:
         return self.directory / f"{self.engine}.lock"
 
     @property
-    def roster(self) -> Path:
-        """The processes that may write KV memory."""
-        return self.directory / f"{self.engine}.roster"
-
-    @property
     def plan(self) -> Path:
         """How many bytes of KV memory each of the engine's GPUs gives."""
         return self.directory / f"{self.engine}.plan"
@@ -96,6 +91,10 @@ class EnginePaths:
     def status(self, slot: str) -> Path:
         """What a slot's launcher last said."""
         return self.directory / f"{self.engine}-{slot}.json"
+
+    def roster(self, slot: str) -> Path:
+        """The processes of a slot that may write KV memory. Its launcher alone writes it."""
+        return self.directory / f"{self.engine}-{slot}.roster"
 
     def control(self, slot: str) -> Path:
         """Where a slot's launcher takes commands."""

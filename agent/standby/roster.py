@@ -1,13 +1,13 @@
-"""The roster: the processes of an engine's slots that may still write KV memory (docs/standby.md).
+"""The roster of a slot: its processes that may still write KV memory (docs/standby.md).
 
-One that was written before this boot names nobody. One that was written in another PID namespace says nothing about
-any process here, and is refused like one that cannot be read: without a roster nobody may map the memory.
+Its launcher alone writes it, and both slots' launchers read it. One that was written before this boot names nobody.
+One that was written in another PID namespace says nothing about any process here, and is refused like one that cannot
+be read: without a roster nobody may map the memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,37 +21,46 @@ _NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True, slots=True)
-class _Roster:
+class Roster:
+    """``at``: when it was so, in seconds on CLOCK_MONOTONIC; 0 if nobody has written one since the host booted."""
+
+    processes: tuple[Process, ...] = ()
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
     boot: str
     namespace: str
     processes: tuple[Process, ...]
+    at: float
 
 
-def read(path: Path) -> tuple[Process, ...]:
-    """Who is written there; no file means nobody. Raises a WeightcacheError for a file that nobody can rely on."""
+def read(path: Path) -> Roster:
+    """What is written there; no file means nobody. Raises a WeightcacheError for a file that nobody can rely on."""
     try:
-        found = records.from_plain(_Roster, json.loads(files.read(path)))
+        found = records.from_plain(_File, json.loads(files.read(path)))
     except FileNotFoundError:
-        return ()
+        return Roster()
     except (ValueError, RecursionError):
         raise WeightcacheError(
             f"{path} is damaged, so that nobody can say which processes may still write KV memory: "
             "stop both slots of the engine, and remove it"
         ) from None
     if found.boot != _boot():
-        return ()
+        return Roster()
     if found.namespace != _namespace():
         raise WeightcacheError(
             f"{path} was written in another PID namespace, from where its processes cannot be told: "
             "run both slots of an engine in one, or stop both and remove the file"
         )
-    return found.processes
+    return Roster(found.processes, found.at)
 
 
-def write(path: Path, processes: Sequence[Process]) -> None:
-    """Replace it by ``processes``, each once. Raises WeightcacheError."""
-    roster = _Roster(_boot(), _namespace(), tuple(dict.fromkeys(processes)))
-    files.replace(path, json.dumps(records.to_plain(roster)) + "\n")
+def write(path: Path, roster: Roster) -> None:
+    """Replace it, with each process once. Raises WeightcacheError."""
+    file = _File(_boot(), _namespace(), tuple(dict.fromkeys(roster.processes)), roster.at)
+    files.replace(path, json.dumps(records.to_plain(file)) + "\n")
 
 
 def _boot() -> str:

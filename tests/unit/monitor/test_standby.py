@@ -161,7 +161,7 @@ def test_somebody_in_no_group_sees_engines_with_a_file_alone(host: Host, mode: i
     host.slot("a", "active")
     other = EnginePaths(host.paths.directory, "nameless")
     status.write(other.status("a"), host.slot("a", "active"))
-    for path in (host.paths.lock, host.paths.roster):
+    for path in (host.paths.lock, host.paths.roster("a")):
         path.touch(0o640)
     host.paths.directory.chmod(mode)
     for path in (host.run.parent, host.run):
@@ -171,7 +171,7 @@ def test_somebody_in_no_group_sees_engines_with_a_file_alone(host: Host, mode: i
         "directory = Path(sys.argv[1])\n"
         "os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)\n"
         "engines, problem = standby.look(directory)\n"
-        "may = [name for name in ('chat.lock', 'chat.roster') if os.access(directory / name, os.R_OK)]\n"
+        "may = [name for name in ('chat.lock', 'chat-a.roster') if os.access(directory / name, os.R_OK)]\n"
         "print(json.dumps([[e.engine, [standby.role(s) for s in e.slots]] for e in engines] + [problem, may]))\n"
     )
     told = subprocess.run([sys.executable, "-c", script, str(host.paths.directory)], capture_output=True, check=True)

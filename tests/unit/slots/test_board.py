@@ -74,13 +74,10 @@ def test_a_full_disk_is_said_once(tmp_path: Path, initial: SlotStatus, capfd: py
     assert capfd.readouterr().err.count("cannot be written") == 1
 
 
-def test_whose_the_processes_in_a_roster_are(tmp_path: Path, initial: SlotStatus) -> None:
+def test_whose_engine_was_before(tmp_path: Path, initial: SlotStatus) -> None:
     board = Board(tmp_path / "chat-a.json", initial)
-    assert board.predecessor(RANKS) == "chat-b"
-    board.engine_ended(RANKS)
-    assert board.predecessor(RANKS) == "chat-a's last engine"
-    assert board.predecessor((*RANKS, Process(5, 6))) == "chat-b"
-    assert board.predecessor(()) == "chat-b"
+    assert board.predecessor(mine=False) == "chat-b"
+    assert board.predecessor(mine=True) == "chat-a's last engine"
 
 
 @pytest.mark.parametrize(

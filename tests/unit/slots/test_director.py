@@ -27,6 +27,7 @@ from weightcache.standby.messages import (
     Yield,
 )
 from weightcache.standby.priority import Blocker
+from weightcache.standby.roster import Roster
 
 LIMITS = Limits(own=20, drain=10, hang=60, order=30, start=1800, rest=10, margin=45)
 MINE = (Process(100, 1), Process(101, 1))
@@ -38,7 +39,10 @@ WITH_LOCK = (Step.OWNING, Step.ACCEPTING, Step.ACTIVE, Step.DRAINING, Step.RELEA
 class FakeWorld:
     """Remembers what was asked of it; ``orders`` are those that are not answered yet."""
 
-    roster: tuple[Process, ...] = ()
+    mine: Roster = field(default_factory=Roster)
+    others: tuple[Process, ...] = ()
+    others_at: float = 0.0
+    dead: set[Process] = field(default_factory=set)
     orders: list[tuple[int, Order]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     deaf: set[int] = field(default_factory=set)
@@ -47,7 +51,6 @@ class FakeWorld:
     rivals: tuple[str, ...] = ()
     leaving: set[str] = field(default_factory=set)
     neighbour: Role = "down"
-    age: float = float("inf")
     broken: str = ""
     ended: list[str] = field(default_factory=list)
 
@@ -56,20 +59,24 @@ class FakeWorld:
         self.log.append(f"{type(order).__name__} {rank}")
         return rank not in self.deaf
 
-    def fence(self) -> tuple[Process, ...]:
+    def roster(self) -> Roster:
+        self.log.append("read")
+        return self.mine
+
+    def other_roster(self) -> Roster:
         if self.broken == "read":
             raise WeightcacheError("the roster is damaged")
-        self.log.append("read")
-        return self.roster
+        self.log.append("read other")
+        return Roster(self.others, self.others_at)
 
-    def roster_age(self) -> float:
-        return self.age
-
-    def enroll(self, processes: Iterable[Process]) -> None:
+    def enroll(self, roster: Roster) -> None:
         if self.broken == "write":
             raise WeightcacheError("the disk is full")
-        self.roster = tuple(processes)
+        self.mine = roster
         self.log.append("write")
+
+    def living(self, processes: Iterable[Process]) -> tuple[Process, ...]:
+        return tuple(process for process in processes if process not in self.dead)
 
     def taken(self) -> bool:
         return self.is_taken
@@ -153,14 +160,14 @@ def test_a_start_in_all_its_steps() -> None:
     assert (play.role, play.pending()) == ("standby", ["Elect -1"])
     play.answer()
     assert (play.role, play.pending()) == ("promoting", ["Own 0", "Own 1"])
-    assert play.world.roster == MINE
+    assert play.world.mine.processes == MINE
     play.now += 0.5
     play.answer(lock=0.1, fence=0.2, map=0.1)
     assert (play.role, play.pending()) == ("promoting", ["Accept -1"])
     play.now += 0.25
     play.answer()
     assert (play.role, play.pending()) == ("active", [])
-    assert play.world.log == ["Elect -1", "read", "write", "tell", "Own 0", "Own 1", "Accept -1", "write"]
+    assert play.world.log == ["Elect -1", "read", "write", "read other", "tell", "Own 0", "Own 1", "Accept -1", "write"]
     promotion = play.director.promotion
     assert promotion is not None
     assert (promotion.cause, promotion.seconds) == ("start", 0.75)
@@ -169,7 +176,7 @@ def test_a_start_in_all_its_steps() -> None:
 
 
 def test_less_important_engines_give_back_their_memory_first() -> None:
-    play = Play(roster=OTHERS, rivals=("low", "lower"))
+    play = Play(others=OTHERS, rivals=("low", "lower"))
     play.join()
     play.ready()
     play.answer()
@@ -182,7 +189,7 @@ def test_less_important_engines_give_back_their_memory_first() -> None:
     play.world.rivals = ()
     play.wait(0.5)
     assert play.pending() == ["Own 0", "Own 1"]
-    assert {order.fence for _, order in play.world.orders if isinstance(order, Own)} == {OTHERS}
+    assert fences(play) == {OTHERS}
     play.answer()
     play.answer()
     assert play.director.promotion is not None
@@ -228,14 +235,16 @@ def test_the_limit_begins_again_with_each_change() -> None:
 
 @pytest.mark.parametrize("stop", [True, False])
 def test_while_others_give_back_memory_an_engine_may_be_parked_itself(stop: bool) -> None:
-    play = Play(roster=OTHERS)
+    before = Roster((Process(102, 1),), 500.0)
+    play = Play(mine=before)
     play.to(Step.CLEARING)
+    assert play.world.mine == Roster((Process(102, 1), *MINE), play.now)
     if stop:
         assert not play.director.stop(play.now)
     play.world.marker = not stop
     play.wait(0.1)
     assert play.pending() == ["Yield -1"]
-    assert play.world.roster == OTHERS
+    assert play.world.mine == before
     play.answer()
     assert play.director.role == ("standby" if stop else "parked")
     assert not play.world.ended
@@ -257,21 +266,54 @@ def test_others_hear_of_it_when_the_lock_was_given_back() -> None:
     assert "tell" in play.world.log
 
 
-def test_the_roster_holds_everybody_until_the_fence_is_complete() -> None:
-    play = Play(roster=OTHERS)
+def test_a_roster_holds_everybody_of_its_slot_until_the_fence_is_complete() -> None:
+    earlier = (Process(102, 1), Process(103, 1))
+    play = Play(mine=Roster(earlier, 10.0), others=OTHERS, others_at=20.0)
     play.to(Step.OWNING)
-    assert {order.fence for _, order in play.world.orders if isinstance(order, Own)} == {OTHERS}
-    assert play.world.roster == (*OTHERS, *MINE)
+    assert fences(play) == {(*earlier, *OTHERS)}
+    assert play.world.mine == Roster((*earlier, *MINE), 1000.0)
     rank, order = play.world.orders.pop(0)
     play.director.heard(rank, Done(order.order), play.now)
     assert play.pending() == ["Own 1"]
-    assert play.world.roster == (*OTHERS, *MINE)
+    assert play.world.mine.processes == (*earlier, *MINE)
     play.answer()
     assert play.pending() == ["Accept -1"]
     play.answer()
-    assert play.world.roster == MINE
+    assert play.world.mine == Roster(MINE, play.now)
+    assert play.world.others == OTHERS
     assert play.director.promotion is not None
     assert play.director.promotion.cause == "death"
+    assert not play.director.succeeds_itself
+
+
+def test_the_other_slots_roster_is_read_when_the_own_one_is_written() -> None:
+    """Of two launchers that take each other's lock for their own, one at least sees the other's ranks."""
+    play = Play()
+    play.to(Step.ELECTING)
+    write = play.world.enroll
+
+    def written(roster: Roster) -> None:
+        write(roster)
+        play.world.others = OTHERS  # just now
+
+    play.world.enroll = written  # type: ignore[method-assign]
+    play.answer()
+    assert fences(play) == {OTHERS}
+
+
+def test_who_has_ended_is_in_no_roster_and_no_fence() -> None:
+    """Or each failed promotion would leave some, until the order is too large."""
+    earlier = (Process(102, 1), Process(103, 1))
+    play = Play(mine=Roster(earlier, 20.0), others=OTHERS, dead={earlier[0], OTHERS[1]})
+    play.to(Step.OWNING)
+    assert fences(play) == {(earlier[1], OTHERS[0])}
+    assert play.world.mine.processes == (earlier[1], *MINE)
+    play.to(Step.ACTIVE)
+    assert play.director.succeeds_itself
+
+
+def fences(play: Play) -> set[tuple[Process, ...]]:
+    return {order.fence for _, order in play.world.orders if isinstance(order, Own)}
 
 
 def test_ranks_are_told_how_long_owning_may_take() -> None:
@@ -281,9 +323,9 @@ def test_ranks_are_told_how_long_owning_may_take() -> None:
 
 
 def test_nobody_waits_for_himself() -> None:
-    play = Play(roster=(*MINE, OTHERS[0]))
+    play = Play(mine=Roster(MINE, 5.0), others=(*MINE, OTHERS[0]))
     play.to(Step.OWNING)
-    assert {order.fence for _, order in play.world.orders if isinstance(order, Own)} == {OTHERS[:1]}
+    assert fences(play) == {OTHERS[:1]}
 
 
 def test_the_slowest_rank_is_what_a_step_took() -> None:
@@ -300,22 +342,32 @@ def test_the_slowest_rank_is_what_a_step_took() -> None:
 
 
 @pytest.mark.parametrize(
-    ("age", "roster", "cause"),
+    ("at", "others", "dead", "cause"),
     [
-        (float("inf"), (), "start"),  # no roster: none was ever active
-        (60.0, (), "start"),  # who retired did so before this one stood by
-        (1.0, (), "promote"),
-        (1.0, OTHERS, "death"),
-        (60.0, OTHERS, "death"),
+        (0.0, (), set(), "start"),  # no roster: none was ever active
+        (950.0, (), set(), "start"),  # who retired did so before this one stood by
+        (1009.0, (), set(), "promote"),
+        (1009.0, OTHERS, set(), "death"),
+        (950.0, OTHERS, set(OTHERS), "death"),
     ],
 )
-def test_why(age: float, roster: tuple[Process, ...], cause: str) -> None:
-    play = Play(roster=roster, age=age)
+def test_why(at: float, others: tuple[Process, ...], dead: set[Process], cause: str) -> None:
+    play = Play(others=others, others_at=at, dead=dead)
     play.to(Step.ELECTING)
     play.now += 10
     play.to(Step.ACTIVE)
     assert play.director.promotion is not None
     assert play.director.promotion.cause == cause
+
+
+def test_the_roster_that_was_written_last_says_why() -> None:
+    """The other slot's engine has retired since this slot's last one died."""
+    play = Play(mine=Roster((Process(102, 1),), 900.0), others_at=1005.0, dead={Process(102, 1)})
+    play.to(Step.ELECTING)
+    play.now += 10
+    play.to(Step.ACTIVE)
+    assert play.director.promotion is not None
+    assert play.director.promotion.cause == "promote"
 
 
 def test_who_was_woken_once_and_lost_is_promoted_later() -> None:
@@ -324,7 +376,7 @@ def test_who_was_woken_once_and_lost_is_promoted_later() -> None:
     play.world.marker = False
     play.wait(0)
     play.now += 100
-    play.world.age = 5  # the one that was elected instead has retired
+    play.world.others_at = play.now - 5  # the one that was elected instead has retired
     play.to(Step.ACTIVE)
     assert play.director.promotion is not None
     assert play.director.promotion.cause == "promote"
@@ -340,10 +392,10 @@ def test_retiring_in_all_its_steps() -> None:
     play.wait(LIMITS.drain + 1)
     play.answer()
     assert (play.role, play.pending()) == ("retiring", ["Release 0", "Release 1"])
-    assert play.world.roster == MINE
+    assert play.world.mine.processes == MINE
     play.answer()
     # Nothing of this engine has KV memory: whoever is elected now need not wait for it.
-    assert (play.world.roster, play.pending()) == ((), ["Yield -1"])
+    assert (play.world.mine.processes, play.pending()) == ((), ["Yield -1"])
     assert play.world.log == ["Retire -1", "Release 0", "Release 1", "write", "Yield -1"]
     play.world.is_taken = True
     play.answer()
@@ -419,7 +471,7 @@ def test_parked_while_it_stands_by() -> None:
     play.world.marker = True
     play.answer()
     assert (play.role, play.pending()) == ("parked", ["Yield -1"])
-    assert play.world.roster == ()
+    assert play.world.mine.processes == ()
     play.answer()
     play.wait(1)
     assert (play.role, play.pending()) == ("parked", [])
@@ -458,7 +510,7 @@ def test_parked_while_it_has_the_lock(step: Step) -> None:
     play.wait(0)
     for _ in range(8):
         play.answer()
-    assert (play.role, play.pending(), play.world.roster) == ("parked", [], ())
+    assert (play.role, play.pending(), play.world.mine.processes) == ("parked", [], ())
     assert not play.world.ended
 
 
@@ -469,7 +521,7 @@ def test_parked_while_it_has_the_lock(step: Step) -> None:
 def test_a_death_at_any_step_ends_the_engine(step: Step, rank: int) -> None:
     play = Play()
     play.to(step)
-    roster = play.world.roster
+    roster = play.world.mine.processes
     play.director.lost(rank, "has ended")
     name = "the main process" if rank == MAIN else f"rank {rank}"
     assert play.world.ended == [f"{name} has ended"]
@@ -477,7 +529,7 @@ def test_a_death_at_any_step_ends_the_engine(step: Step, rank: int) -> None:
     play.director.lost(1 - max(rank, 0), "has ended")
     play.wait(5000)
     assert len(play.world.ended) == 1
-    assert play.world.roster == roster
+    assert play.world.mine.processes == roster
     assert play.director.due() == float("inf")
     assert not play.director.healthy(play.now)
 
@@ -626,7 +678,7 @@ def test_who_has_the_lock_gives_it_back_before_it_ends(step: Step) -> None:
         assert play.role in ("promoting", "active", "retiring")
         play.answer()
     assert play.director.stop(play.now)
-    assert play.world.roster == ()
+    assert play.world.mine.processes == ()
     play.world.is_taken = True
     play.wait(LIMITS.rest + 1)
     assert play.pending() == []

@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.launch.support import alive, eventually
 from tests.unit.slots.support import OTHER, Slots, clients, request
+from weightcache.standby import fence, roster
 
 KILLS = ("main", "rank", "launcher", "everything", "main")
 CLIENTS = 3
@@ -27,7 +28,11 @@ def test_whatever_is_killed_of_the_active_one_no_connection_is_refused(slots: Sl
             slots.until(OTHER[active], "active")
             if active not in slots.launchers:
                 slots.start(active)  # as a service manager does
-        slots.stand()
+        active = slots.stand()
+    found = slots.status(active)
+    assert found is not None
+    assert roster.read(slots.paths.roster(active)).processes == found.ranks
+    assert not fence.living(roster.read(slots.paths.roster(OTHER[active])).processes)
     assert not [answer for answer in answers if answer.who is None]
     failed = [answer for answer in answers if not answer.who]
     assert len(failed) <= CLIENTS * len(KILLS)

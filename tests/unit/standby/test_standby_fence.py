@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -59,6 +60,27 @@ def test_a_name_full_of_parentheses_is_no_obstacle(tmp_path: Path) -> None:
     finally:
         one.kill()
         one.wait()
+
+
+def test_the_living_are_those_that_have_not_ended_and_those_that_cannot_be_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = started()
+    process, me = fence.identify(one.pid), fence.identify(os.getpid())
+    later, nobody = Process(one.pid, process.started + 1), Process(2**40, 1)
+    try:
+        assert fence.living([process, later, me, nobody, process]) == (process, me, nobody)
+        one.kill()
+        assert fence.wait((process,), 10) == ()
+        assert fence.living(iter([process, me])) == (me,)
+
+        def full(_: int) -> int:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(os, "pidfd_open", full)
+        assert fence.living([process, me]) == (process, me)
+    finally:
+        end(one)
 
 
 def test_who_still_lives_after_the_time_is_named() -> None:

@@ -13,6 +13,7 @@ from weightcache.errors import WeightcacheError
 from weightcache.standby import fence, files, roster, status
 from weightcache.standby.messages import Process
 from weightcache.standby.places import EnginePaths
+from weightcache.standby.roster import Roster
 from weightcache.standby.status import MOST_PROMOTIONS, Promotion, SlotStatus
 
 BAD = ["", "{", "[]", "null", '{"boot": 1}', "[" * 100_000, "NaN", "\xff"]
@@ -20,27 +21,27 @@ BAD = ["", "{", "[]", "null", '{"boot": 1}', "[" * 100_000, "NaN", "\xff"]
 
 def test_a_roster_holds_each_process_once(tmp_path: Path) -> None:
     path = tmp_path / "e.roster"
-    assert roster.read(path) == ()
+    assert roster.read(path) == Roster((), 0.0)
     first, second = Process(10, 1), Process(10, 2)
-    roster.write(path, [first, second, first])
-    assert roster.read(path) == (first, second)
+    roster.write(path, Roster((first, second, first), 12.5))
+    assert roster.read(path) == Roster((first, second), 12.5)
     assert path.stat().st_mode & 0o777 == 0o640
-    roster.write(path, ())
-    assert roster.read(path) == ()
+    roster.write(path, Roster((), 13.0))
+    assert roster.read(path) == Roster((), 13.0)
     assert [entry.name for entry in tmp_path.iterdir()] == ["e.roster"]
 
 
 def test_a_roster_of_an_earlier_boot_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, boot = tmp_path / "e.roster", tmp_path / "boot"
-    roster.write(path, [Process(10, 1)])
+    roster.write(path, Roster((Process(10, 1),), 5.0))
     boot.write_text("another\n")
     monkeypatch.setattr(roster, "_BOOT_ID", boot)
-    assert roster.read(path) == ()
+    assert roster.read(path) == Roster()
 
 
 def test_a_roster_of_another_pid_namespace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = tmp_path / "e.roster", tmp_path / "ns"
-    roster.write(path, [Process(10, 1)])
+    roster.write(path, Roster((Process(10, 1),), 5.0))
     other.symlink_to("pid:[1]")
     monkeypatch.setattr(roster, "_NAMESPACE", other)
     with pytest.raises(WeightcacheError, match="another PID namespace"):
@@ -57,7 +58,7 @@ def test_a_damaged_roster_is_an_error(tmp_path: Path, text: str) -> None:
 
 def test_a_roster_that_is_a_link_or_endless_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "e.roster"
-    roster.write(tmp_path / "real", [Process(10, 1)])
+    roster.write(tmp_path / "real", Roster((Process(10, 1),), 5.0))
     path.symlink_to(tmp_path / "real")
     with pytest.raises(WeightcacheError, match="cannot be opened"):
         roster.read(path)
@@ -71,10 +72,10 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "e.roster"
     path.mkdir()
     with pytest.raises(WeightcacheError, match=r"e\.roster cannot be written"):
-        roster.write(path, ())
+        roster.write(path, Roster())
     assert [entry.name for entry in tmp_path.iterdir()] == ["e.roster"]
     with pytest.raises(WeightcacheError, match="cannot be written"):
-        roster.write(tmp_path / "none" / "e.roster", ())
+        roster.write(tmp_path / "none" / "e.roster", Roster())
 
 
 def _status(**fields: object) -> SlotStatus:
@@ -131,6 +132,11 @@ def test_a_status_of_a_later_version_or_with_another_role_says_why(tmp_path: Pat
     path.unlink()
     path.symlink_to("/etc/passwd")
     assert status.read(path)[0] is None
+
+
+def test_each_slot_has_a_roster_of_its_own(tmp_path: Path) -> None:
+    places = EnginePaths(tmp_path, "e")
+    assert {places.roster(slot).name for slot in "ab"} == {"e-a.roster", "e-b.roster"}
 
 
 def test_an_engines_directory_is_this_users_own(tmp_path: Path) -> None:
