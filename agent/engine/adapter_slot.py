@@ -19,6 +19,13 @@ from weightcache.engine.adapter_server import HTTP_SERVER, say_started
 INPUT = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
 """Called by each event loop in each round, whether something came or not."""
 RANK_KNOWN = adapter_phases.RANK_KNOWN
+SEND = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
+"""By it goes all that the main process has schedulers generate, one after the other with aborts and the flush."""
+WORK = frozenset(
+    ("TokenizedGenerateReqInput", "BatchTokenizedGenerateReqInput", "TokenizedEmbeddingReqInput",
+     "BatchTokenizedEmbeddingReqInput")
+)  # fmt: skip
+"""Requests that use KV memory, by the names of their types; scores are embeddings or one token."""
 
 REFUSED_ARGUMENTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # (argument, values with which an engine may be in a slot, why not with others)
@@ -68,6 +75,21 @@ def is_up() -> bool:
 def abort_all() -> None:
     """Abort every request; each is answered as aborted. In the server's event loop."""
     _manager().abort_request(abort_all=True)
+
+
+def is_work(request: Any) -> bool:
+    """Whether what is sent to schedulers has them use KV memory."""
+    return type(request).__name__ in WORK
+
+
+def unsent(why: str) -> Exception:
+    """What ends a request that is not sent, as SGLang's handlers answer it: without a traceback."""
+    return ValueError(why)
+
+
+def known() -> int:
+    """The number of requests that have begun and not ended, whoever waits for them."""
+    return len(_manager().rid_to_state)
 
 
 async def flush(seconds: float) -> bool:

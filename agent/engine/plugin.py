@@ -51,7 +51,7 @@ def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
     def around(original: Callable[[], None]) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        from weightcache.engine import adapter, adapter_server, hooking, refusals, slot, tracing
+        from weightcache.engine import adapter, adapter_server, adapter_slot, hooking, refusals, slot, tracing
 
         original()
         tracing.imported()
@@ -60,13 +60,13 @@ def _when_everything_is_imported(directive: Directive) -> Callable[..., Any]:
                 hooking.around(f"{adapter.TOKENIZER_CONTROL}.{verb}", refusals.released(verb))
         _register_server(directive)
         HookRegistry.apply_hooks()
-        slot.prove((adapter_server.SERVER_STARTUP, adapter_server.WAIT_AND_WARMUP))
+        slot.prove((adapter_server.SERVER_STARTUP, adapter_server.WAIT_AND_WARMUP, adapter_slot.SEND))
 
     return around
 
 
 def _register_server(directive: Directive) -> None:
-    from weightcache.engine import adapter_server, hooking, listener, slot, warmup
+    from weightcache.engine import adapter_server, adapter_slot, hooking, listener, slot, warmup
 
     ready = None
     if (in_slot := slot.server()) is not None:
@@ -79,6 +79,7 @@ def _register_server(directive: Directive) -> None:
         hooking.around(adapter_server.WAIT_AND_WARMUP, warmup.hook(Path(directive.warmed), ready), copies=False)
     if in_slot is not None:
         hooking.around(adapter_server.WAIT_AND_WARMUP, in_slot.around_warm_up, copies=False)
+        hooking.around(adapter_slot.SEND, in_slot.around_send, copies=False)
 
 
 def _register_scheduler(directive: Directive) -> None:

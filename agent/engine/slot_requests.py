@@ -18,6 +18,7 @@ ANSWER_SECONDS = 5.0
 CUT_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _ABORT_AGAIN_SECONDS = 0.25
+RETIRING = "This engine is retiring: try again."
 _BODY = b'{"error":{"message":"This engine is retiring: try again.","type":"unavailable","code":503}}'
 
 Send = Callable[[Any], Awaitable[None]]
@@ -38,6 +39,10 @@ class Requests:
     ``public``: open while the engine is active; draining while it retires and its requests may still end; else closed,
     and whatever comes or begins to be answered gets 503. Over the private socket everything may be asked until the
     engine is ``warm``; later only what generates nothing.
+
+    A response may be computed in the background, when no call runs any more or before its first token: what reaches the
+    schedulers passes ``around_send``, which is the gate that counts. It is here, since ranks that closed one of their
+    own, each at its moment, would not compute the same batches.
     """
 
     def __init__(self, app: Any) -> None:
@@ -56,6 +61,16 @@ class Requests:
             await self._run(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    @property
+    def _may_compute(self) -> bool:
+        return not self.warm or self.public != "closed"
+
+    def around_send(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+        """Around what sends a request to the schedulers, in the server's event loop."""
+        if not self._may_compute and sglang.is_work(request):
+            raise sglang.unsent(RETIRING)
+        return original(manager, request)
 
     def _may_ask(self, scope: Any) -> bool:
         if sglang.is_public(scope):
@@ -90,16 +105,22 @@ class Requests:
             self._calls.discard(call)
 
     async def drain(self, server: Any, seconds: float) -> bool:
-        """Let what runs end, and close connections behind it; False if some still run after ``seconds``."""
+        """Let what runs end, in the background as well, and close connections behind it.
+
+        False if some still run after ``seconds``.
+        """
         self.public = "draining"
         return await self._until_gone(server, seconds)
 
     async def abort(self, server: Any) -> int:
-        """Answer everything that still runs with 503 if it has no answer yet, and close. The number of those."""
+        """Answer everything that still runs with 503 if it has no answer yet, and close. The number of those.
+
+        Nothing is sent to the schedulers any more, and what they have is aborted.
+        """
         self.public = "closed"
-        number = len(self._calls)
+        number = max(len(self._calls), sglang.known())
         deadline = time.monotonic() + ANSWER_SECONDS
-        while self._calls and time.monotonic() < deadline:
+        while (self._calls or sglang.known()) and time.monotonic() < deadline:
             sglang.abort_all()  # again for those that had not got as far as the scheduler
             await self._until_gone(server, _ABORT_AGAIN_SECONDS)
         for call in self._calls:
@@ -119,7 +140,7 @@ class Requests:
             for connection in connections:
                 if not sglang.is_fresh(connection) or now - seen.setdefault(connection, now) >= FRESH_SECONDS:
                     sglang.let_go(connection)
-            if not connections and not self._calls:
+            if not connections and not self._calls and not sglang.known():
                 return True
             if now >= deadline:
                 return False

@@ -82,6 +82,12 @@ class SlotServer:
             self._channel.send(Ready())
         return result
 
+    def around_send(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
+        """Around what sends a request to the schedulers; before the server is up, that warms it up."""
+        if self._requests is None:
+            return original(manager, request)
+        return self._requests.around_send(original, manager, request)
+
     def _around_app(self, app: Any) -> Requests:
         self._requests = Requests(app)
         return self._requests

@@ -110,6 +110,7 @@ def targets() -> Iterator[str]:
         adapter_kv.IS_BACKED_LATER,
         adapter_kv.BACK_NOW,
         adapter_slot.INPUT,
+        adapter_slot.SEND,
         adapter_slot.RANK_KNOWN,
         *(f"{adapter.WEIGHT_UPDATER}.{verb}" for verb in verbs),
         *(f"{adapter.TOKENIZER_CONTROL}.{verb}" for verb in verbs if verb.endswith("memory_occupation")),
@@ -305,6 +306,7 @@ def kv_memory() -> Iterator[str]:
 def slots() -> Iterator[str]:
     """How an engine in a slot is directed: what talks to its own port, ends requests, and comes round in each loop."""
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers import io_struct, tokenizer_manager
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -325,6 +327,17 @@ def slots() -> Iterator[str]:
                     yield f"{function} asks with {sorted(map(str, given))}"
     if "abort_all" not in parameters(TokenizerManager.abort_request):
         yield "abort_request takes no abort_all"
+    manager = inspect.getsource(tokenizer_manager)
+    if "self.rid_to_state: Dict[str, ReqState] = {}" not in manager:
+        yield "the tokenizer manager does not know its requests as rid_to_state"
+    work = {name for name in vars(io_struct) if re.fullmatch(r"(Batch)?Tokenized\w+ReqInput", name)}
+    if work != set(adapter_slot.WORK):
+        yield f"requests that use KV memory are {sorted(work)}"
+    for name in ("_send_one_request", "_send_batch_request"):
+        if "self._dispatch_to_scheduler(" not in inspect.getsource(getattr(TokenizerManager, name)):
+            yield f"{name} sends in another way"
+    if parameters(TokenizerManager._dispatch_to_scheduler) != ["self", "obj"]:
+        yield "_dispatch_to_scheduler takes something else"
     flushing = inspect.getsource(TokenizerManager.flush_cache)
     for part in ("self.auto_create_handle_loop()", "self.flush_cache_communicator(FlushCacheReqInput(timeout_s="):
         if part not in flushing:

@@ -33,7 +33,10 @@ SECONDS = 20.0
 
 
 class SGLang:
-    """Its HTTP application and its tokenizer manager. ``/slow`` answers when it is told to, or aborted."""
+    """Its HTTP application and its tokenizer manager. ``/slow`` answers when it is told to, or aborted.
+
+    ``/background`` answers at once, and what it began goes on in a task of its own.
+    """
 
     def __init__(self) -> None:
         self.aborts = 0
@@ -42,6 +45,9 @@ class SGLang:
         self.answers_flush = True
         self.server_status = "starting"
         self.running: dict[str, asyncio.Event] = {}
+        self.rid_to_state: dict[str, object] = {}
+        self.at_flush: list[int] = []
+        """How many requests were known at each flush."""
         self.loop: Any = None
         self.app = self.answer  # one object: a bound method is made anew each time
 
@@ -52,7 +58,9 @@ class SGLang:
         if path == "/stream":
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"first ", "more_body": True})
-        if path != "/quick":
+        if path == "/background":
+            self.rid_to_state["background"] = object()
+        elif path != "/quick":
             await self._until_told(path)
         if path != "/stream":
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
@@ -72,6 +80,7 @@ class SGLang:
     def abort_request(self, abort_all: bool) -> None:
         assert abort_all
         self.aborts += 1
+        self.rid_to_state.clear()
         for path, event in self.running.items():
             if path != "/stuck":
                 event.set()
@@ -82,6 +91,7 @@ class SGLang:
     async def flush_cache_communicator(self, request: Any) -> list[Any]:
         """Two replicas' answers."""
         self.flushes += 1
+        self.at_flush.append(len(self.rid_to_state))
         if not self.answers_flush:
             await asyncio.Event().wait()
         return [SimpleNamespace(success=True), SimpleNamespace(success=self.idle)]
@@ -287,6 +297,63 @@ def test_the_rest_is_aborted_and_answered(here: Here, monkeypatch: pytest.Monkey
     assert stream.result() == (200, b"first last")
     assert here.sglang.aborts >= 2
     assert adapter_slot.public_connections(server_of(here)) == []
+
+
+def test_what_runs_in_the_background_may_end(here: Here) -> None:
+    here.activate()
+    assert here.ask("/background").result() == (200, b"last")
+    retired: list[Any] = []
+    retiring = threading.Thread(target=lambda: retired.append(here.launcher.retire(SECONDS)))
+    retiring.start()
+    eventually(lambda: adapter_slot.public_connections(server_of(here)) == [], SECONDS)
+    assert retiring.is_alive()
+    here.sglang.rid_to_state.clear()
+    retiring.join(SECONDS)
+    assert (retired[0].problem, here.sglang.aborts, here.sglang.at_flush) == ("", 0, [0])
+
+
+def test_what_runs_in_the_background_is_aborted_before_prefixes_are_forgotten(here: Here) -> None:
+    here.activate()
+    assert here.ask("/background").result() == (200, b"last")
+    assert here.launcher.retire(0.1).problem == ""
+    assert (here.sglang.aborts, here.sglang.at_flush) == (1, [0])
+
+
+class TokenizedGenerateReqInput:
+    """What the main process sends to the schedulers."""
+
+
+class BatchTokenizedEmbeddingReqInput:
+    """The same for several ones, of which nothing is generated."""
+
+
+class FlushCacheReqInput:
+    """What uses no KV memory."""
+
+
+def test_nothing_is_computed_without_kv_memory_but_a_warm_up(here: Here) -> None:
+    work: list[Any] = [TokenizedGenerateReqInput(), BatchTokenizedEmbeddingReqInput()]
+    sent: list[Any] = []
+
+    def send(request: Any) -> None:
+        here.server.around_send(lambda _, request: sent.append(request), "manager", request)
+
+    def refuses() -> None:
+        for request in work:
+            with pytest.raises(ValueError, match="is retiring: try again"):
+                send(request)
+        send(flush)
+        assert sent.pop() is flush
+
+    flush = FlushCacheReqInput()
+    send(work[0])  # the warm-up
+    here.server._requests.warm = True  # type: ignore[union-attr]
+    refuses()
+    here.activate()
+    send(work[1])
+    assert here.launcher.retire(0).problem == ""
+    refuses()
+    assert sent == work
 
 
 def test_whoever_else_has_the_socket_goes_on_accepting(here: Here) -> None:
