@@ -18,7 +18,7 @@ from tests.engine import support
 from tests.support.engine import CPU_ARGUMENTS
 from tests.support.environments import engine_variables
 from tests.unit.launch.support import alive, eventually
-from tests.unit.slots.support import OTHER, Slots
+from tests.unit.slots.support import OTHER, Slots, watching
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -108,12 +108,13 @@ def test_kills_hand_over_and_a_stop_under_load(slots: RealSlots, record_property
     slots.until("a", "active", START_SECONDS)
     slots.start("b")
     assert slots.stand(START_SECONDS) == "a"
-    with asking(slots) as client:
-        took = []
+    with asking(slots) as client, watching(slots):
+        took, events = [], []
         for what in KILLS:
             active = slots.stand(START_SECONDS)
             assert eventually(lambda: bool(client.answered), 60)
             killed = time.monotonic()
+            events.append(time.time())
             slots.kill(active, what)
             assert eventually(lambda killed=killed: client.answered[-1][0] > killed, 60), slots.say()
             took.append(next(ended for began, ended in client.answered if began > killed) - killed)
@@ -123,14 +124,17 @@ def test_kills_hand_over_and_a_stop_under_load(slots: RealSlots, record_property
         assert len(client.failed) <= len(KILLS)
         active = slots.stand(START_SECONDS)
         before = len(client.failed)
+        events.append(time.time())
         assert slots.ask(active, "retire").ok
         slots.until(OTHER[active], "active", 60)
         slots.until(active, "standby", 60)
+        events.append(time.time())
         slots.launchers[OTHER[active]].terminate()
         slots.until(active, "active", 60)
         assert slots.launchers.pop(OTHER[active]).wait(60) == 0
         assert client.failed[before:] == []
     assert client.refused == []
+    slots.check_promotions(events)
     record_property("seconds", took)
     print(slots.say(), took)
     assert sorted(took)[len(took) // 2] < 2.0, took

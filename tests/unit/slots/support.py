@@ -26,6 +26,8 @@ FAKE = Path(__file__).parent / "fake"
 SOURCE = Path(weightcache.__file__).parent.parent
 NAME = "demo"
 OTHER = {"a": "b", "b": "a"}
+CLOCKS = 0.01
+"""Seconds by which the clocks of a promotion may differ."""
 CODE = """
 import os, sys
 from weightcache.launch import main, restart
@@ -178,10 +180,58 @@ class Slots:
             found.setdefault(kind, []).append((since, until, f"{slot} {pid}"))
         return {kind: sorted(times) for kind, times in found.items()}
 
+    def check_promotions(self, events: list[float]) -> None:
+        """One at the start, and one for each event (seconds since 1970): the lock was taken after it, not before."""
+        promotions = [one for slot in "ab" if (found := self.status(slot)) for one in found.promotions]
+        begun = sorted(one.at - one.seconds for one in promotions)
+        assert len(begun) == 1 + len(events), (begun, events)
+        for event, since in zip(events, begun[1:], strict=True):
+            assert since >= event - CLOCKS, f"somebody had the lock from {since}, before {event}"
+
     def check_never_two(self) -> None:
         for kind, times in self.owned().items():
             for (_, until, one), (since, _, other) in itertools.pairwise(times):
                 assert until <= since, f"{kind}: {one} still had it at {until}, and {other} at {since}"
+
+
+@dataclass
+class Watch:
+    """Looks again and again who says to be active."""
+
+    slots: Slots
+    active: set[str] = field(default_factory=set)
+    both: list[str] = field(default_factory=list)
+    """Two that did so at the same time, and whose main processes lived."""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        while not self.stop.wait(0.05):
+            first, second = self._active("a"), self._active("b")
+            self.active |= {slot for slot, found in (("a", first), ("b", second)) if found}
+            # The first one was there before and after the second one was seen.
+            if first and second and self._active("a") == first:
+                self.both.append(f"{first}, {second}")
+
+    def _active(self, slot: str) -> str:
+        found, _ = status.read(self.slots.paths.status(slot))
+        if found is None or found.role != "active" or found.main is None or not alive(found.main.pid):
+            return ""
+        return f"{slot}: {found.main} since {found.since}"
+
+
+@contextlib.contextmanager
+def watching(slots: Slots) -> Iterator[Watch]:
+    """Inside, it is watched that there are never two active engines, and in the end that both slots had one."""
+    watch = Watch(slots)
+    thread = threading.Thread(target=watch.run)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        watch.stop.set()
+        thread.join(10)
+    assert watch.both == []
+    assert watch.active == {"a", "b"}
 
 
 @dataclass(frozen=True)

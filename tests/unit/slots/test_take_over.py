@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 
 from tests.unit.launch.support import alive, eventually
-from tests.unit.slots.support import OTHER, Slots, clients, request
+from tests.unit.slots.support import OTHER, Slots, clients, request, watching
 from weightcache.standby import fence, roster
 
 KILLS = ("main", "rank", "launcher", "everything", "main")
@@ -19,11 +20,13 @@ CLIENTS = 3
 def test_whatever_is_killed_of_the_active_one_no_connection_is_refused(slots: Slots) -> None:
     slots.start("a", "b")
     slots.stand()
-    with clients(slots.address, CLIENTS) as answers:
+    events = []
+    with clients(slots.address, CLIENTS) as answers, watching(slots):
         for what in KILLS:
             active = slots.stand()
             served = len(answers)
             assert eventually(lambda served=served: len(answers) > served + 10)
+            events.append(time.time())
             slots.kill(active, what)
             slots.until(OTHER[active], "active")
             if active not in slots.launchers:
@@ -38,6 +41,7 @@ def test_whatever_is_killed_of_the_active_one_no_connection_is_refused(slots: Sl
     assert len(failed) <= CLIENTS * len(KILLS)
     assert len({answer.who for answer in answers if answer.who}) == len(KILLS) + 1
     slots.check_never_two()
+    slots.check_promotions(events)
     assert all(len(times) == len(KILLS) + 1 for times in slots.owned().values()), slots.owned()
 
 
