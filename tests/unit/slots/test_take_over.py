@@ -123,6 +123,29 @@ def test_a_hung_active_one_is_replaced(slots: Slots, hung: str) -> None:
     slots.check_never_two()
 
 
+def test_a_launcher_that_was_stopped_while_it_lost_its_lock_takes_nobody_out_of_a_roster(slots: Slots) -> None:
+    """What its engine said is in the queue still: that it accepts. By then the other one does."""
+    late = slots.journal / "wrong-a-Accept"
+    late.write_text("late")
+    slots.start("a")
+    assert eventually((slots.journal / "late-a").exists, 20)
+    stopped = slots.until("a", "promoting")
+    slots.start("b")
+    slots.until("b", "standby")
+    os.kill(stopped.launcher.pid, signal.SIGSTOP)
+    late.unlink()
+    assert eventually(lambda: "http" in slots.owned())
+    assert request(slots.address).who
+    assert stopped.main is not None
+    os.kill(stopped.main.pid, signal.SIGKILL)
+    ranks = slots.until("b", "active").ranks
+    os.kill(stopped.launcher.pid, signal.SIGCONT)
+    assert slots.until("a", "standby").restarts == 1
+    text = "".join(path.read_text() for path in slots.paths.directory.glob("*.roster"))
+    assert all(f'"pid": {rank.pid}' in text for rank in ranks), text
+    slots.check_never_two()
+
+
 def test_a_failed_promotion_ends_the_engine_and_the_other_one_is_promoted(slots: Slots) -> None:
     slots.start("a")
     slots.until("a", "active")
