@@ -195,6 +195,8 @@ class Slot:
             say(f"slot {self.name}: {self._world.ended}: ending the engine")
         if self._role != before and director is not None:
             self._changed(director, before)
+        if self._role == "parked":
+            self._board.problem = self._outranked()  # comes and goes without another role
         self._publish()
 
     def _changed(self, director: Director, before: Role) -> None:

@@ -102,6 +102,18 @@ def test_a_standby_of_the_more_important_engine_takes_over_and_the_other_stays_p
     never_both(low, high)
 
 
+def test_who_was_parked_by_somebody_and_is_woken_says_who_is_more_important(low: Slots, high: Slots) -> None:
+    low.start("a")
+    low.until("a", "active")
+    low.ask("a", "park")
+    assert low.until("a", "parked").problem == ""
+    high.start("a")
+    high.until("a", "active")
+    low.ask("a", "wake")
+    assert eventually(lambda: (found := low.status("a")) is not None and "high is more" in found.problem, 10)
+    assert low.role("a") == "parked"
+
+
 def test_engines_of_one_priority_do_not_look_at_each_other(low: Slots, high: Slots) -> None:
     high.priority = 0
     high.configure()
