@@ -26,6 +26,7 @@ WORK = frozenset(
      "BatchTokenizedEmbeddingReqInput")
 )  # fmt: skip
 """Requests that use KV memory, by the names of their types; scores are embeddings or one token."""
+_UNLIMITED = 1 << 40
 
 REFUSED_ARGUMENTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # (argument, values with which an engine may be in a slot, why not with others)
@@ -37,6 +38,7 @@ REFUSED_ARGUMENTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("disaggregation_mode", (None, "null"), "others know a prefill or decode server by ports of its own"),
     ("enable_dp_attention", (None, False), "its internal ports follow from --port, which both engines share"),
     ("nnodes", (None, 1), "the engines of a slot run on one host"),
+    ("warmups", (None,), "what they compute needs KV memory, which a standby does not have"),
 )
 
 
@@ -80,6 +82,30 @@ def abort_all() -> None:
 def is_work(request: Any) -> bool:
     """Whether what is sent to schedulers has them use KV memory."""
     return type(request).__name__ in WORK
+
+
+def first_tokens(model_config: Any) -> int:
+    """How many tokens SGLang's own warm-up may need: a sentence, or an image that some models cut into many parts."""
+    return 8192 if model_config.is_multimodal else 1024
+
+
+def room_of(manager: Any) -> int:
+    """How many tokens have KV memory before an engine owns it."""
+    return first_tokens(manager.model_config)
+
+
+def tokens_of(manager: Any, request: Any) -> int:
+    """How many tokens of KV memory are taken at most by what ``is_work``."""
+    # Up to two pages begun: the last one, and that of a token which is computed ahead.
+    begun = 2 * int(adapter.resolved(manager.server_args, "page_size") or 1)
+    found = 0
+    for one in getattr(request, "batch", (request,)):
+        given = one.input_embeds if one.input_ids is None else one.input_ids
+        found += len(given) + begun
+        if "Generate" in type(one).__name__:
+            limit = one.sampling_params.max_new_tokens
+            found += _UNLIMITED if limit is None else limit
+    return found
 
 
 def unsent(why: str) -> Exception:

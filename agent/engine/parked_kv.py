@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from weightcache.engine import adapter, adapter_kv as sglang
+from weightcache.engine import adapter, adapter_kv as sglang, adapter_slot
 from weightcache.errors import NoRoom, UsageError, WeightcacheError
 from weightcache.memory.cuda_backed import CudaBacked
 from weightcache.memory.cuda_vmm import CudaMemory
@@ -48,6 +48,8 @@ class KvBuffers:
 
     made: list[KvBuffers] = []  # noqa: RUF012  those of this process
     memory: Callable[[int], CudaMemory] = CudaMemory
+    first_tokens = 0
+    """How many have memory all the time, at least."""
 
     def __init__(
         self,
@@ -63,12 +65,9 @@ class KvBuffers:
         spans = [desc.reserved_span_bytes(store_dtype.itemsize) for desc in self._descs]
         memory = KvBuffers.memory(device_id)
         self._backed = CudaBacked(memory, spans)
-        # At least one piece of memory each, which is room for hundreds of tokens: warm-up requests fit.
-        self._first = [min(memory.granularity, -(-span // memory.granularity) * memory.granularity) for span in spans]
-        self._first = [
-            max(first, desc.prefix_span_bytes(page_size, page_size))
-            for first, desc in zip(self._first, self._descs, strict=True)
-        ]
+        # The page before the first token is for what has no place.
+        first = min(KvBuffers.first_tokens + page_size, reserved_num_tokens)
+        self._first = [max(memory.granularity, desc.prefix_span_bytes(first, page_size)) for desc in self._descs]
         self._final: list[int] = []
         try:
             self._backed.back(self._first)
@@ -128,6 +127,7 @@ class ParkedMemory:
         """Refuse what cannot be parked yet; from now on pools are made of KvBuffers. Raises WeightcacheError."""
         if why := sglang.why_not(model_runner):
             raise UsageError(f"an engine in a slot has to park its KV memory, which does not work yet with {why}")
+        KvBuffers.first_tokens = adapter_slot.first_tokens(model_runner.model_config)
         sglang.replace_owner(KvBuffers)
 
     def prove(self) -> None:

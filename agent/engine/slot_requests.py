@@ -49,6 +49,7 @@ class Requests:
         self._app = app
         self.public: Literal["open", "draining", "closed"] = "closed"
         self.warm = False
+        self._warming = 0
         self._calls: set[_Call] = set()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -62,14 +63,15 @@ class Requests:
         else:
             await self._app(scope, receive, send)
 
-    @property
-    def _may_compute(self) -> bool:
-        return not self.warm or self.public != "closed"
-
     def around_send(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
         """Around what sends a request to the schedulers, in the server's event loop."""
-        if not self._may_compute and sglang.is_work(request):
-            raise sglang.unsent(RETIRING)
+        if sglang.is_work(request):
+            if not self.warm:
+                self._warming += sglang.tokens_of(manager, request)
+                if self._warming > (room := sglang.room_of(manager)):
+                    raise sglang.unsent(f"before an engine in a slot is ready it has room for {room} tokens, not more")
+            elif self.public == "closed":
+                raise sglang.unsent(RETIRING)
         return original(manager, request)
 
     def _may_ask(self, scope: Any) -> bool:

@@ -305,6 +305,7 @@ def kv_memory() -> Iterator[str]:
 
 def slots() -> Iterator[str]:
     """How an engine in a slot is directed: what talks to its own port, ends requests, and comes round in each loop."""
+    from sglang.srt.configs import model_config
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers import io_struct, tokenizer_manager
     from sglang.srt.managers.scheduler import Scheduler
@@ -333,6 +334,17 @@ def slots() -> Iterator[str]:
     work = {name for name in vars(io_struct) if re.fullmatch(r"(Batch)?Tokenized\w+ReqInput", name)}
     if work != set(adapter_slot.WORK):
         yield f"requests that use KV memory are {sorted(work)}"
+    for part in ("self.model_config = ", "self.server_args = server_args"):
+        if part not in manager:
+            yield f"the tokenizer manager has no {part}"
+    for name in ("TokenizedGenerateReqInput", "TokenizedEmbeddingReqInput"):
+        fields = getattr(io_struct, name).__annotations__
+        if not {"input_ids", "sampling_params"} <= set(fields) or "batch" in fields:
+            yield f"{name} has the fields {sorted(fields)}"
+        if "batch" not in getattr(io_struct, f"Batch{name}").__annotations__:
+            yield f"Batch{name} has no batch"
+    if "self.is_multimodal = " not in inspect.getsource(model_config):
+        yield "a model's configuration does not say whether it is multimodal"
     for name in ("_send_one_request", "_send_batch_request"):
         if "self._dispatch_to_scheduler(" not in inspect.getsource(getattr(TokenizerManager, name)):
             yield f"{name} sends in another way"

@@ -53,14 +53,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
         buffers.close()
 
 
-def buffers(layers: int = 1) -> KvBuffers:
+def buffers(layers: int = 1, rows: int = TOKENS + 1) -> KvBuffers:
     return KvBuffers(
         device="cuda:0",
         device_id=0,
         store_dtype=torch.bfloat16,
         page_size=1,
-        reserved_num_tokens=TOKENS,
-        buffer_descs=[Desc(TOKENS + 1) for _ in range(2 * layers)],
+        reserved_num_tokens=rows - 1,
+        buffer_descs=[Desc(rows) for _ in range(2 * layers)],
     )
 
 
@@ -77,6 +77,37 @@ def test_memory_for_all_tokens_only_while_it_is_owned(driver: FakeDriver) -> Non
     made.close()
     assert driver.free == free
     assert KvBuffers.made == []
+
+
+@pytest.mark.parametrize(("multimodal", "tokens"), [(False, 1024), (True, 8192)])
+def test_a_warm_up_has_room_from_the_start(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, multimodal: bool, tokens: int
+) -> None:
+    monkeypatch.setattr(adapter_kv, "why_not", lambda _: "")
+    monkeypatch.setattr(adapter_kv, "replace_owner", lambda _: None)
+    monkeypatch.setattr(KvBuffers, "first_tokens", 0)
+    model: Any = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=multimodal))
+    parked_kv.ParkedMemory().check(model)
+    made = buffers(rows=20_000)
+    assert tokens * ROW < made.backed_bytes / 2 <= (tokens + 1) * ROW + GRANULARITY
+    made.ensure_prefix(tokens + 1)
+    with pytest.raises(ValueError, match="before the engine owns"):
+        made.ensure_prefix(tokens + 2)
+    backed = made.backed_bytes
+    made.finalize(19_000)
+    driver.free = 100 * GRANULARITY
+    assert parked_kv.take(1) > backed
+    assert parked_kv.give_back() == backed
+
+
+def test_a_pool_of_few_tokens_has_memory_for_all(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KvBuffers, "first_tokens", 8192)
+    made = buffers()
+    made.finalize(TOKENS)
+    before = made.backed_bytes
+    assert before >= 2 * TOKENS * ROW
+    assert parked_kv.take(1) - before < 2 * GRANULARITY + 1
+    assert parked_kv.give_back() >= before
 
 
 def test_more_tokens_than_have_memory_are_refused(driver: FakeDriver) -> None:

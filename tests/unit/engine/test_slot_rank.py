@@ -228,6 +228,7 @@ def test_a_forked_child_does_not_keep_the_lock(here: Here) -> None:
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode in a slot"),
         ({"enable_dp_attention": True}, "--enable-dp-attention in a slot"),
         ({"nnodes": 2}, "--nnodes in a slot"),
+        ({"warmups": "compile-audio"}, "--warmups in a slot: what they compute needs KV memory"),
     ],
 )
 def test_an_engine_that_cannot_be_in_a_slot_loads_nothing(

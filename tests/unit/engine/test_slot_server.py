@@ -322,13 +322,61 @@ def test_what_runs_in_the_background_is_aborted_before_prefixes_are_forgotten(he
 class TokenizedGenerateReqInput:
     """What the main process sends to the schedulers."""
 
+    def __init__(self, prompt: int = 10, limit: int | None = 8) -> None:
+        self.input_ids = [1] * prompt
+        self.sampling_params = SimpleNamespace(max_new_tokens=limit)
+
+
+class TokenizedEmbeddingReqInput(TokenizedGenerateReqInput):
+    """The same, of which nothing is generated."""
+
 
 class BatchTokenizedEmbeddingReqInput:
-    """The same for several ones, of which nothing is generated."""
+    """Several of these."""
+
+    batch = (TokenizedEmbeddingReqInput(limit=128), TokenizedEmbeddingReqInput(limit=None))
 
 
 class FlushCacheReqInput:
     """What uses no KV memory."""
+
+
+def manager(page: int = 1, multimodal: bool = False) -> Any:
+    """As much of the tokenizer manager as is asked."""
+    args, model = SimpleNamespace(page_size=page), SimpleNamespace(is_multimodal=multimodal)
+    return SimpleNamespace(server_args=args, model_config=model)
+
+
+@pytest.mark.parametrize(
+    ("given", "request_", "fits"),
+    [
+        (manager(), TokenizedGenerateReqInput(1014), True),
+        (manager(), TokenizedGenerateReqInput(1015), False),
+        (manager(64), TokenizedGenerateReqInput(900), False),
+        (manager(multimodal=True), TokenizedGenerateReqInput(8000), True),
+        (manager(), TokenizedGenerateReqInput(10, None), False),
+        (manager(), BatchTokenizedEmbeddingReqInput(), True),
+        (manager(500), BatchTokenizedEmbeddingReqInput(), False),
+    ],
+)
+def test_a_warm_up_that_has_no_room_is_not_sent(here: Here, given: Any, request_: Any, fits: bool) -> None:
+    sent: list[Any] = []
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="has room for 1024 tokens"):
+        here.server.around_send(lambda _, request: sent.append(request), given, request_)
+    assert bool(sent) == fits
+
+
+def test_warm_ups_have_room_together(here: Here) -> None:
+    sent: list[Any] = []
+
+    def send() -> None:
+        here.server.around_send(lambda _, request: sent.append(request), manager(), TokenizedGenerateReqInput())
+
+    for _ in range(1024 // 20):
+        send()
+    with pytest.raises(ValueError, match="has room for 1024 tokens"):
+        send()
+    assert len(sent) == 1024 // 20
 
 
 def test_nothing_is_computed_without_kv_memory_but_a_warm_up(here: Here) -> None:
@@ -336,7 +384,7 @@ def test_nothing_is_computed_without_kv_memory_but_a_warm_up(here: Here) -> None
     sent: list[Any] = []
 
     def send(request: Any) -> None:
-        here.server.around_send(lambda _, request: sent.append(request), "manager", request)
+        here.server.around_send(lambda _, request: sent.append(request), manager(), request)
 
     def refuses() -> None:
         for request in work:
