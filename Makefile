@@ -38,7 +38,7 @@ test: lint
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-engines test-engines-too
 
 # Most of an engine's start is one thread's work: two halves of about the same length share two cores well.
-SECOND_HALF := 0.5.17 or test_ranks or test_failures or test_parity or test_warm or test_slot or test_take_over
+SECOND_HALF := 0.5.17 or test_ranks or test_failures or test_parity or test_slot or test_take_over
 
 test-engines:
 	$(PYTEST) tests/engine -k "not ($(SECOND_HALF))"
