@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -40,6 +41,26 @@ def from_plain(cls: type[T], data: Any, path: str = "$") -> T:
     """Build ``cls`` from plain data, or raise RecordError naming the path that is wrong."""
     result: T = _decoder(typing.cast("typing.Hashable", cls))(data, path)
     return result
+
+
+def to_tagged(value: Any) -> bytes:
+    """A dataclass as one JSON object that says which it is: its fields, and ``type``."""
+    return json.dumps({"type": type(value).__name__, **to_plain(value)}).encode()
+
+
+def from_tagged(kinds: Sequence[type[T]], data: bytes) -> T:
+    """What ``to_tagged`` made of one of ``kinds``, which have no field ``type``. Raises ValueError."""
+    try:
+        body = json.loads(data)
+    except RecursionError:
+        raise RecordError("$: too deep") from None
+    if not isinstance(body, dict):
+        raise RecordError("$: expected a table")
+    name = body.pop("type", "")
+    kind = next((kind for kind in kinds if kind.__name__ == name), None)
+    if kind is None:
+        raise RecordError("$: no such message")
+    return from_plain(kind, body)
 
 
 @functools.cache

@@ -149,22 +149,17 @@ class ListenerWanted:
 Report = PluginReady | Decision | Milestone | ListenerWanted
 
 
+_REPORTS: tuple[type[Report], ...] = (PluginReady, Decision, Milestone, ListenerWanted)
+
+
 def encode_report(report: Report) -> bytes:
     """One packet."""
-    return json.dumps({"type": type(report).__name__, **records.to_plain(report)}).encode()
+    return records.to_tagged(report)
 
 
 def decode_report(data: bytes) -> Report:
     """Decode one packet; raises ValueError when it is malformed."""
-    body = json.loads(data)
-    if not isinstance(body, dict):
-        raise records.RecordError("$: expected a table")
-    kinds: tuple[type[Report], ...] = (PluginReady, Decision, Milestone, ListenerWanted)
-    name = body.pop("type", "")
-    kind = next((kind for kind in kinds if kind.__name__ == name), None)
-    if kind is None:
-        raise records.RecordError("$: no kind of report")
-    return records.from_plain(kind, body)
+    return records.from_tagged(_REPORTS, data)
 
 
 def send_report(directive: Directive, report: Report, timeout: float = 5.0) -> None:

@@ -7,9 +7,8 @@ whose connection ends has lost its launcher, and ends as well.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 from weightcache import records
 
@@ -123,30 +122,16 @@ Role = Literal["starting", "standby", "promoting", "active", "retiring", "parked
 """What a slot's engine is, in every output."""
 
 
-_T = TypeVar("_T")
-
-
 def encode(message: Answer | Order) -> bytes:
     """One packet."""
-    return json.dumps({"type": type(message).__name__, **records.to_plain(message)}).encode()
+    return records.to_tagged(message)
 
 
 def decode_answer(data: bytes) -> Answer:
     """What a process of the engine sent. Raises ValueError."""
-    return _decode(data, _ANSWERS)
+    return records.from_tagged(_ANSWERS, data)
 
 
 def decode_order(data: bytes) -> Order:
     """What the launcher sent. Raises ValueError."""
-    return _decode(data, _ORDERS)
-
-
-def _decode(data: bytes, kinds: tuple[type[_T], ...]) -> _T:
-    body = json.loads(data)
-    if not isinstance(body, dict):
-        raise records.RecordError("$: expected a table")
-    name = body.pop("type", "")
-    kind = next((kind for kind in kinds if kind.__name__ == name), None)
-    if kind is None:
-        raise records.RecordError("$: no such message")
-    return records.from_plain(kind, body)
+    return records.from_tagged(_ORDERS, data)

@@ -5,7 +5,6 @@ Both ends are this user's own processes on an unnamed socket pair; what comes is
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,22 +89,20 @@ class Going:
 
 
 Message = Park | Wait | Ready | Unfit | Go | Take | Going
-_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in (Park, Wait, Ready, Unfit, Go, Take, Going)}
+_TYPES: tuple[type[Message], ...] = (Park, Wait, Ready, Unfit, Go, Take, Going)
 M = TypeVar("M", bound=Message)
 
 
 def encode(message: Message) -> bytes:
     """One packet."""
-    return json.dumps({"type": type(message).__name__, **records.to_plain(message)}).encode()
+    return records.to_tagged(message)
 
 
 def decode(data: bytes) -> Message:
     """Raises ProtocolError."""
     try:
-        body = json.loads(data)
-        cls = _TYPES[body.pop("type")]
-        return records.from_plain(cls, body)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return records.from_tagged(_TYPES, data)
+    except ValueError as error:
         raise ProtocolError(f"a message that makes no sense ({error})") from None
 
 

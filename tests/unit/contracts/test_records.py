@@ -139,3 +139,30 @@ def test_nothing_but_record_errors_comes_out(data: Any) -> None:
     for cls in (Outer, protocol.Attach, protocol.RankReport):
         with pytest.raises(RecordError):
             from_plain(cls, data)
+
+
+@dataclass(frozen=True)
+class First:
+    number: int
+
+
+@dataclass(frozen=True)
+class Second:
+    text: str = ""
+
+
+def test_a_tagged_record_says_which_it_is() -> None:
+    for value in (First(3), Second("x")):
+        assert records.from_tagged((First, Second), records.to_tagged(value)) == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"[]", b"3", b"{}", b'{"type": "Third"}', b'{"type": ["First"], "number": 1}', b'{"type": "First"}',
+        b'{"type": "First", "number": "1"}', b'{"type": "First", "number": 1, "more": 2}', b"[" * 100_000, b"\xff",
+    ],
+)  # fmt: skip
+def test_what_is_no_tagged_record_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        records.from_tagged((First, Second), data)
