@@ -49,3 +49,9 @@ class Notes:
         """Write what is known by now."""
         body = {"figures": self.figures, "broken": self.broken, "done": self.done, "failed": self.failed}
         self.file.write_text(json.dumps(body, indent=1))
+
+    def say(self) -> int:
+        """Print what was wrong; the exit status."""
+        for sentence in [*self.broken, *([self.failed] if self.failed else [])]:
+            print(f"WRONG {sentence[:5000]}")
+        return 1 if self.broken or self.failed else 0

@@ -20,14 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.bench import own_cache
-from tests.gpu import rig
+from tests.gpu import hold, rig, throughput
 from tests.gpu.notes import Notes
 from tests.support.engine import Engine, EngineFailed
 from weightcache.launch.arguments import LEVERS
@@ -41,14 +41,6 @@ PARKED = re.compile(r"weightcache: .*parked")
 SERVES = re.compile(r"weightcache: serving after")
 GRAPHS = re.compile(r"weightcache: captured \d+ prefill graphs in [^\n]*")
 FIRST = [5, 17, 99]
-BENCHMARK = """
-import importlib.machinery, sys, types
-absent = types.ModuleType("datasets")  # SGLang imports it for data that are not used here
-absent.__spec__, absent.load_dataset = importlib.machinery.ModuleSpec("datasets", None), None
-sys.modules["datasets"] = absent
-from sglang.bench_serving import cli_main
-cli_main()
-"""
 GPU_BASE = (
     *("--attention-backend", "triton"),
     *("--sampling-backend", "pytorch"),
@@ -89,6 +81,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help=help_)
     parser.add_argument("--tokens", type=int, help="limit the KV pool, so that several engines fit on the GPU")
     parser.add_argument("--cache", type=Path, help="where compiled kernels are kept by all ways that keep them")
+    parser.add_argument("--agents", type=Path, help="the folder of an agent that holds the model (hold.py)")
     parser.add_argument("--load", action="store_true", help="measure the throughput of a fixed load of each way")
     parser.add_argument("--settle", type=float, default=60.0, help="seconds between a start and the load")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("LOGS", ".")))
@@ -108,6 +101,8 @@ class Killed:
         self.notes = notes
         self.state = folder / "state"
         self.seconds: list[float] = []
+        self.phases: list[dict[str, float]] = []
+        """Of each start after a kill, in seconds."""
 
     def note(self, name: str, value: Any) -> None:
         """A figure of this way."""
@@ -138,7 +133,10 @@ class Killed:
     def _served(self, number: int) -> None:
         """Wait for the end of the warm-up of this start, and note its phases."""
         rig.wait_for(lambda: self._count(SERVES) > number, self.notes.left(60), "the end of the warm-up")
-        self.note(f"start {number}: phases, s", self._phases())
+        found = self._phases()
+        self.note(f"start {number}: phases, s", found)
+        if number and isinstance(found, dict):
+            self.phases.append(found)
 
     def _all_graphs(self, number: int) -> None:
         """Wait until so many engines captured what was put off: killed before, it makes the next one capture first."""
@@ -199,18 +197,9 @@ class Killed:
             return f"not known: {done.stderr[-200:]}"
 
     def _load(self) -> None:
-        """SGLang's own benchmark, always the same requests."""
-        argv = [sys.executable, "-c", BENCHMARK, "--backend", "sglang", "--host", "127.0.0.1"]
-        argv += ["--port", str(self.engine.port), "--dataset-name", "random-ids", "--random-range-ratio", "1"]
-        argv += ["--random-input-len", "512", "--random-output-len", "64", "--num-prompts", "160", "--seed", "1"]
-        argv += ["--max-concurrency", "16", "--model", str(rig.profile().model), "--disable-tqdm"]
         log = self.state.parent / "bench.log"
-        with log.open("wb") as file:
-            env = rig.variables()
-            subprocess.run(argv, stdout=file, stderr=file, timeout=self.notes.left(200), env=env, check=False)
-        for name in ("Total token throughput (tok/s)", "Mean TTFT (ms)", "Mean TPOT (ms)", "Successful requests"):
-            found = re.search(rf"{re.escape(name)}:\s+([0-9.]+)", log.read_text(errors="replace"))
-            self.note(f"load: {name}", float(found[1]) if found else log.read_text(errors="replace")[-300:])
+        for name, value in throughput.measure(self.engine.port, log, self.notes.left(200)).items():
+            self.note(f"load: {name}", value)
 
 
 @contextlib.contextmanager
@@ -243,9 +232,10 @@ def engine(log: Path, command: list[str], options: argparse.Namespace, *more: st
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one way: seconds from each SIGKILL to the next first token, and answers, where it got that far."""
+    """Of one way: seconds from each SIGKILL to the next first token, phases, and answers, where it got that far."""
 
     seconds: list[float]
+    phases: list[dict[str, float]] = field(default_factory=list)
     early: list[list[int]] | None = None
     late: list[list[int]] | None = None
     failed: str = ""
@@ -260,9 +250,10 @@ def run_way(word: str, agents: Path, folder: Path, notes: Notes, options: argpar
             return own(folder / word, notes, options)
         with launched(Way(word), agents, folder / word, notes, options) as killed:
             early, late = killed.run(options.kills, options.load, options.settle)
-        return Outcome(killed.seconds, early, late)
+        return Outcome(killed.seconds, killed.phases, early, late)
     except Exception as error:
-        return Outcome(killed.seconds if killed else [], failed=f"{word}: {type(error).__name__}: {error}")
+        seconds, phases = (killed.seconds, killed.phases) if killed else ([], [])
+        return Outcome(seconds, phases, failed=f"{word}: {type(error).__name__}: {error}")
     finally:
         with contextlib.suppress(OSError):
             (options.out / f"starts-{word.replace('+', '-')}.log").write_bytes(log.read_bytes())
@@ -291,6 +282,12 @@ def own(folder: Path, notes: Notes, options: argparse.Namespace) -> Outcome:
     return Outcome(seconds)
 
 
+def medians(phases: list[dict[str, float]]) -> dict[str, float]:
+    """Of each phase, where a start that did not have it counts as none of it."""
+    names = dict.fromkeys(name for one in phases for name in one)
+    return {name: statistics.median(one.get(name, 0.0) for one in phases) for name in names}
+
+
 def compare(outcomes: dict[str, Outcome], notes: Notes) -> None:
     """All answers are those of the engine from disk, or else of the first one."""
     answered = {word: outcome for word, outcome in outcomes.items() if outcome.late is not None}
@@ -310,26 +307,26 @@ def main() -> int:
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="wc-starts-", dir="/tmp") as name:
         folder = Path(name)
-        (home := folder / "agent").mkdir()
-        agent = rig.Agent(home, model=True).start()
         try:
-            rig.wcache(agent, "load", "--wait", "400")
-            with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-                tasks = {word: pool.submit(run_way, word, home, folder, notes, options) for word in options.ways}
+            with (
+                hold.agent(options.agents, folder / "agent") as agents,
+                concurrent.futures.ThreadPoolExecutor(options.jobs) as pool,
+            ):
+                tasks = {word: pool.submit(run_way, word, agents, folder, notes, options) for word in options.ways}
                 outcomes = {word: task.result() for word, task in tasks.items()}
         except (AssertionError, TimeoutError, subprocess.SubprocessError) as error:
             notes.failed = f"{type(error).__name__}: {error}"
-        finally:
-            agent.stop()
     compare(outcomes, notes)
     notes.broken += [outcome.failed for outcome in outcomes.values() if outcome.failed]
     notes.write()
-    print("\nSIGKILL to first token, s (median of each way)")
-    for word, seconds in ((word, outcome.seconds) for word, outcome in outcomes.items()):
-        print(f"  {word:32} {statistics.median(seconds):6.2f}  {seconds}" if seconds else f"  {word:32} -")
-    for sentence in [*notes.broken, *([notes.failed] if notes.failed else [])]:
-        print(f"WRONG {sentence[:3000]}")
-    return 1 if notes.broken or notes.failed else 0
+    print("\nSIGKILL to first token, s (median of each way, and of the phases of its starts after a kill)")
+    for word, outcome in outcomes.items():
+        if seconds := outcome.seconds:
+            phases = ", ".join(f"{name} {value:.2f}" for name, value in medians(outcome.phases).items())
+            print(f"  {word:32} {statistics.median(seconds):6.2f}  {seconds}  {phases}")
+        else:
+            print(f"  {word:32} -")
+    return notes.say()
 
 
 if __name__ == "__main__":
