@@ -186,9 +186,12 @@ def _why_not_twice(given: Given) -> str:
         return "with --nnodes the engine is on several hosts, and a lock of one host says nothing about the others"
     if given.flag("enable_dp_attention") or (given.number("attn_dp_size") or 1) > 1:
         return "--enable-dp-attention makes both engines bind the same ports"
-    for name in ("nccl_port", "dist_init_addr", "kv_events_config"):
+    for name in ("nccl_port", "dist_init_addr", "kv_events_config", "gated_launch_port", "grpc_port"):
         if given.text(name):
             return f"--{name.replace('_', '-')} names a port that both engines would bind"
+    # SGLang serves on without that socket when its port is taken: nobody would be told of the load after a take-over.
+    if given.text("load_publish_endpoint").strip().lower() not in ("", "off"):
+        return "--load-publish-endpoint makes both engines bind the same ports"
     if given.text("warmups"):
         return "--warmups runs requests before an engine has all of its KV memory"
     return ""

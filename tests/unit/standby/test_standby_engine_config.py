@@ -75,6 +75,13 @@ def test_what_is_said_twice_is_passed_on_once() -> None:
         (GOOD + 'listen = "127.0.0.1:30001"\n', 'the arguments say --port "30000", and this says "30001"'),
         (with_arguments("--port 1 --model m --host ::1", 'listen = "[::2]:1"\n'), 'say --host "::1", and this says'),
         (with_arguments("--model m --port 1 --kv-events-config {}"), "--kv-events-config names a port that both"),
+        (
+            with_arguments("--model m --port 1 --load-publish-endpoint auto"),
+            "--load-publish-endpoint makes both engines",
+        ),
+        (with_arguments("--model m --port 1 --load-pub=tcp://*:6000"), "--load-publish-endpoint makes both engines"),
+        (with_arguments("--model m --port 1 --gated-launch-port 5"), "--gated-launch-port names a port that both"),
+        (with_arguments("--model m --port 1 --grpc-port 5"), "--grpc-port names a port that both"),
         (with_arguments("--model m --port 1 --warmups voice_chat"), "--warmups runs requests before"),
         (with_arguments("--port 1"), "--model-path is missing"),
         (with_arguments("--model m"), "--port is missing"),
