@@ -29,6 +29,8 @@ CLIENTS = 4
 PAUSE_SECONDS = 0.02
 REQUEST_SECONDS = 120.0
 """Longer than a whole start: nobody is answered by giving up."""
+END_SECONDS = 2.0
+"""For the last requests."""
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class Clients:
     port: int
     answers: list[Answered] = field(default_factory=list)
     _stop: threading.Event = field(default_factory=threading.Event)
+    _open: set[http.client.HTTPConnection] = field(default_factory=set)
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[Clients]:
@@ -57,14 +60,19 @@ class Clients:
             yield self
         finally:
             self._stop.set()
+            time.sleep(END_SECONDS)
+            for connection in list(self._open):  # whoever waits for an engine that is parked
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
             for thread in threads:
-                thread.join(REQUEST_SECONDS + 5)
+                thread.join(END_SECONDS)
 
     def _run(self) -> None:
         body = json.dumps({"input_ids": FIRST, "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
         while not self._stop.wait(PAUSE_SECONDS):
             sent, wrong = time.monotonic(), ""
             connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_SECONDS)
+            self._open.add(connection)
             try:
                 connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
                 answer = connection.getresponse()
@@ -73,8 +81,10 @@ class Clients:
             except (OSError, http.client.HTTPException) as error:
                 wrong = type(error).__name__
             finally:
+                self._open.discard(connection)
                 connection.close()
-            self.answers.append(Answered(sent, time.monotonic(), wrong))
+            if not (wrong and self._stop.is_set()):
+                self.answers.append(Answered(sent, time.monotonic(), wrong))
 
     def wrong(self) -> dict[str, int]:
         """How often what went wrong."""
