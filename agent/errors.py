@@ -178,7 +178,7 @@ class DamagedSet(WeightcacheError):
 
 
 class NoRoom(WeightcacheError):
-    """The device or host has too little free memory."""
+    """The device or host has too little free memory, or this process or the host no descriptor left."""
 
     code = "no-room"
     exit_status = 1

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _STAYS = (Step.CLEARING, Step.OWNING, Step.ACCEPTING, Step.ACTIVE, Step.DRAINING, Step.RELEASING, Step.YIELDING)
 """While the lock is this engine's, it should not just end: requests may run."""
+_BEFORE_MEMORY = (Step.STARTING, Step.RESTING, Step.ELECTING, Step.REFUSING)
+"""Nobody misses an engine that waits a little longer."""
 _WANT_THE_LOCK: tuple[Role, ...] = ("standby", "promoting")
 LOOK = 1.0
 """Seconds between two looks at the marker, which the other launcher may make and remove."""
@@ -284,6 +286,8 @@ class Director:
 
     def _see_marker(self, now: float) -> None:
         parked = self.world.parked()
+        if parked is None:  # who serves goes on, and nobody takes memory that may not be free
+            parked = self._parked or self.step in _BEFORE_MEMORY
         if self._parked and not parked:
             self._woken_at = now
         self._parked = parked

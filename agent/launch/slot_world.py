@@ -7,10 +7,11 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from weightcache.errors import WeightcacheError
+from weightcache.errors import NoRoom, WeightcacheError
 from weightcache.launch.console import say
 from weightcache.standby import control, fence, locks, roster, status
 from weightcache.standby.messages import Accept
+from weightcache.standby.priority import Blocker
 
 if TYPE_CHECKING:
     import socket
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from weightcache.launch.channel import Channel
     from weightcache.standby.messages import Order, Process, Role
     from weightcache.standby.places import EnginePaths, SlotName
-    from weightcache.standby.priority import Blocker, Claim
+    from weightcache.standby.priority import Claim
     from weightcache.standby.roster import Roster
 
 TELL_SECONDS = 5.0
+UNSEEN = Blocker("engines that cannot be seen", leaving=False)
+"""Whoever may be in the way, when this process cannot look."""
 
 
 class SlotWorld:
@@ -35,6 +38,7 @@ class SlotWorld:
         self._name = name
         self._claim = claim
         self._waited_for: tuple[str, ...] = ()
+        self._blind = False
         self.rival = ""
         """The more important engine that was seen last."""
         self._paths = paths
@@ -66,14 +70,24 @@ class SlotWorld:
         """Whether anybody accepts, or is about to."""
         return locks.is_taken(self._paths.lock, 0)
 
-    def parked(self) -> bool:
-        """Whether the marker is there, or a more important engine."""
-        self.rival = self._claim.more_important()
-        return bool(self.rival) or os.path.lexists(self._paths.parked)
+    def parked(self) -> bool | None:
+        """Whether the marker is there, or a more important engine; None if that cannot be told, which is said once."""
+        try:
+            self.rival, self._blind = self._claim.more_important(), False
+        except NoRoom as error:
+            if not self._blind:
+                say(f"slot {self._name}: nobody can tell whether a more important engine is there: {error.message}")
+            self._blind = True
+        if os.path.lexists(self._paths.parked):
+            return True
+        return None if self._blind else bool(self.rival)
 
     def in_the_way(self) -> tuple[Blocker, ...]:
         """Whoever is less important, and has not parked yet. Says whom this engine waits for, when that is new."""
-        found = self._claim.in_the_way()
+        try:
+            found = self._claim.in_the_way()
+        except NoRoom:
+            found = (UNSEEN,)
         names = tuple(other.engine for other in found)
         if names and names != self._waited_for:
             say(f"slot {self._name}: waiting for the GPU memory of {', '.join(names)}")
@@ -82,8 +96,9 @@ class SlotWorld:
 
     def tell_others(self) -> None:
         """By a thread of its own: launchers answer when they can, and would look by themselves a little later."""
-        for path in self._claim.less_important():
-            threading.Thread(target=_have_look, args=(path,), daemon=True).start()
+        with contextlib.suppress(NoRoom):
+            for path in self._claim.less_important():
+                threading.Thread(target=_have_look, args=(path,), daemon=True).start()
 
     def other(self) -> Role:
         """What the other slot says of itself."""

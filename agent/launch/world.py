@@ -37,8 +37,8 @@ class World(Protocol):
     def taken(self) -> bool:
         """Whether anybody has the lock's byte 0."""
 
-    def parked(self) -> bool:
-        """Whether the marker of a parked engine is there, or a more important engine has the GPU."""
+    def parked(self) -> bool | None:
+        """Whether the marker of a parked engine is there, or a more important engine has the GPU; None: unknown now."""
 
     def in_the_way(self) -> tuple[Blocker, ...]:
         """Less important engines that have memory of the same GPU, or could take it."""

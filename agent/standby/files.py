@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
 from pathlib import Path
 
-from weightcache.errors import PermissionRefused, WeightcacheError
+from weightcache.errors import NoRoom, PermissionRefused, WeightcacheError
 
 LONGEST = 256 * 1024
 """Bytes; more is no file of ours."""
+_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+def failed(path: Path, done: str, error: OSError) -> WeightcacheError:
+    """That ``path`` cannot be ``done``; NoRoom for what this process lacks, which says nothing about ``path``."""
+    kind = NoRoom if error.errno in _OWN_LACK else WeightcacheError
+    return kind(f"{path} cannot be {done} ({error.strerror or error})")
 
 
 def open_regular(path: Path, flags: int, mode: int = 0o660) -> int:
     """A descriptor of the regular file at ``path``, which the caller owns.
 
-    Raises FileNotFoundError, and a WeightcacheError for whatever else is wrong, a symbolic link included.
+    Raises FileNotFoundError, NoRoom for want of a descriptor, and another WeightcacheError for whatever else is wrong,
+    a symbolic link included.
     """
     try:
         # Without O_NONBLOCK, opening a FIFO to read it would wait.
@@ -27,7 +36,7 @@ def open_regular(path: Path, flags: int, mode: int = 0o660) -> int:
     except PermissionError:
         raise PermissionRefused(f"this user may not open {path} (is it in the group that owns the file?)") from None
     except OSError as error:
-        raise WeightcacheError(f"{path} cannot be opened ({error.strerror})") from None
+        raise failed(path, "opened", error) from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise WeightcacheError(f"{path} is no regular file")
@@ -47,7 +56,7 @@ def read(path: Path) -> bytes:
         try:
             data = file.read(LONGEST + 1)
         except OSError as error:
-            raise WeightcacheError(f"{path} cannot be read ({error.strerror})") from None
+            raise failed(path, "read", error) from None
     if len(data) > LONGEST:
         raise WeightcacheError(f"{path} has more than {LONGEST} bytes")
     return data
@@ -69,4 +78,4 @@ def replace(path: Path, text: str, mode: int = 0o640) -> None:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise WeightcacheError(f"{path} cannot be written ({error.strerror})") from None
+        raise failed(path, "written", error) from None

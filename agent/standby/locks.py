@@ -81,7 +81,10 @@ class ByteLock:
 
 
 def is_taken(path: Path, byte: int) -> bool:
-    """Whether somebody has taken the byte; no file means nobody. Raises a WeightcacheError."""
+    """Whether somebody has taken the byte; no file means nobody.
+
+    Raises NoRoom for want of a descriptor, and another WeightcacheError for what is wrong with the file.
+    """
     try:
         fd = files.open_regular(path, os.O_RDONLY)
     except FileNotFoundError:

@@ -6,7 +6,7 @@ how important each one is, is in the status files of the slots. Engines of the s
 
 Byte 0 is taken before the others' bytes are read, by either side: of two engines that are elected at the same time, one
 sees the other at least. What cannot be read of an engine makes it count as not there, and is said once: no engine ends
-for what the files of another one are.
+for what the files of another one are. Who has no descriptor left to look with knows nothing, and says that (NoRoom).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from weightcache.errors import UsageError, WeightcacheError
-from weightcache.standby import locks, status
+from weightcache.errors import NoRoom, UsageError, WeightcacheError
+from weightcache.standby import files, locks, status
 from weightcache.standby.messages import Role
 from weightcache.standby.places import EnginePaths, SlotName, slot_name
 from weightcache.standby.status import SlotStatus
@@ -40,7 +40,8 @@ class Blocker:
 class Claim:
     """What an engine wants: its GPUs (UUIDs; "host" for memory of the host), the more of ``priority`` the better.
 
-    ``complain`` gets a sentence about each engine that has to be passed over.
+    ``complain`` gets a sentence about each engine that has to be passed over. Every method raises NoRoom when this
+    process cannot look.
     """
 
     paths: EnginePaths
@@ -73,6 +74,8 @@ class Claim:
         lock = self._of(other).lock
         try:
             return any(locks.is_taken(lock, byte) for byte in range(1 + other.size))
+        except NoRoom:
+            raise
         except (WeightcacheError, OSError) as error:
             self._pass_over(other.engine, str(error))
             return False
@@ -80,16 +83,23 @@ class Claim:
     def _others(self) -> tuple[_Other, ...]:
         """Engines that share a GPU with this one."""
         found: dict[str, list[SlotStatus]] = {}
-        try:
-            files = sorted(self.paths.directory.glob("*.json"))
-        except OSError as error:
-            self._pass_over("every other engine", f"{self.paths.directory} cannot be read ({error.strerror})")
-            files = []
-        for path in files[:MOST_ENGINES]:
+        for path in self._statuses()[:MOST_ENGINES]:
             if (said := self._said(path)) is not None:
                 found.setdefault(said.engine, []).append(said)
         others = [_other(engine, said) for engine, said in found.items()]
         return tuple(other for other in others if self.gpus & other.gpus)
+
+    def _statuses(self) -> list[Path]:
+        try:
+            return sorted(path for path in self.paths.directory.iterdir() if path.suffix == ".json")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            problem = files.failed(self.paths.directory, "read", error)
+            if isinstance(problem, NoRoom):
+                raise problem from None
+            self._pass_over("every other engine", problem.message)
+            return []
 
     def _said(self, path: Path) -> SlotStatus | None:
         """What a launcher of another engine says, or said last, under its own name."""
@@ -99,9 +109,13 @@ class Claim:
             return None
         if name.engine == self.paths.engine:
             return None
-        found, problem = status.read(path)
-        if problem:
-            self._pass_over(str(name), problem)
+        try:
+            found = status.load(path)
+        except NoRoom:
+            raise
+        except WeightcacheError as error:
+            self._pass_over(str(name), error.message)
+            return None
         return found if found is not None and SlotName(found.engine, found.slot) == name else None
 
     def _pass_over(self, who: str, problem: str) -> None:

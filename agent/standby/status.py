@@ -70,17 +70,23 @@ def write(path: Path, status: SlotStatus) -> None:
 def read(path: Path) -> tuple[SlotStatus | None, str]:
     """The status, or None with the reason in one sentence; no file has none. The role is "down" without a launcher."""
     try:
-        status = records.from_plain(SlotStatus, json.loads(files.read(path)))
-    except FileNotFoundError:
-        return None, ""
+        return load(path), ""
     except WeightcacheError as error:
         return None, error.message
+
+
+def load(path: Path) -> SlotStatus | None:
+    """As ``read``. Raises NoRoom for want of a descriptor, and another WeightcacheError for what is wrong with it."""
+    try:
+        status = records.from_plain(SlotStatus, json.loads(files.read(path)))
+    except FileNotFoundError:
+        return None
     except (ValueError, RecursionError) as error:
-        return None, f"{path} says nothing that this version understands ({str(error)[:200]})"
+        raise WeightcacheError(f"{path} says nothing that this version understands ({str(error)[:200]})") from None
     try:
         alive = status.role != "down" and fence.lives(status.launcher)
-    except (OSError, OverflowError) as error:
-        return None, f"whether the launcher of {path} lives cannot be told ({str(error)[:200]})"
-    if not alive:
-        status = dataclasses.replace(status, role="down", main=None, ranks=(), memory=None)
-    return status, ""
+    except OverflowError as error:
+        raise WeightcacheError(f"whether the launcher of {path} lives cannot be told ({str(error)[:200]})") from None
+    except OSError as error:
+        raise files.failed(path, "checked for a launcher that lives", error) from None
+    return status if alive else dataclasses.replace(status, role="down", main=None, ranks=(), memory=None)

@@ -47,7 +47,7 @@ class FakeWorld:
     log: list[str] = field(default_factory=list)
     deaf: set[int] = field(default_factory=set)
     is_taken: bool = False
-    marker: bool = False
+    marker: bool | None = False
     rivals: tuple[str, ...] = ()
     leaving: set[str] = field(default_factory=set)
     neighbour: Role = "down"
@@ -81,7 +81,7 @@ class FakeWorld:
     def taken(self) -> bool:
         return self.is_taken
 
-    def parked(self) -> bool:
+    def parked(self) -> bool | None:
         return self.marker
 
     def in_the_way(self) -> tuple[Blocker, ...]:
@@ -256,6 +256,36 @@ def test_a_more_important_engine_that_came_during_a_promotion_is_seen_at_its_end
     play.world.marker = True
     play.answer()
     assert play.pending() == ["Retire -1"]
+
+
+@pytest.mark.parametrize("step", [Step.CLEARING, *WITH_LOCK])
+def test_who_cannot_see_more_important_engines_goes_on_with_what_it_has(step: Step) -> None:
+    play = Play()
+    play.to(step)
+    play.world.marker = None
+    play.wait(0.1)
+    assert (play.director.step, play.world.ended) == (step, [])
+    if step is Step.ACCEPTING:
+        play.answer()
+        assert play.role == "active"
+    assert "Retire -1" not in play.pending() or step is Step.DRAINING
+
+
+def test_who_cannot_see_more_important_engines_is_not_promoted_before_it_can() -> None:
+    play = Play()
+    play.to(Step.ELECTING)
+    play.world.marker = None
+    play.answer()
+    assert play.pending() == ["Yield -1"]
+    play.answer()
+    play.wait(LIMITS.rest + 1)
+    assert (play.role, play.pending(), play.world.ended) == ("parked", [], [])
+    assert "read" not in play.world.log
+    play.world.marker = False
+    play.wait(1.0)
+    assert (play.role, play.pending()) == ("standby", ["Elect -1"])
+    play.answer()
+    assert play.pending() == ["Own 0", "Own 1"]
 
 
 def test_others_hear_of_it_when_the_lock_was_given_back() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import resource
 import signal
 import socket
 import time
@@ -14,6 +16,7 @@ import pytest
 
 from tests.unit.launch.support import eventually
 from tests.unit.slots.support import Slots, clients, request
+from weightcache.launch import director
 
 
 @pytest.fixture
@@ -67,6 +70,58 @@ def test_the_more_important_engine_has_the_memory_until_it_leaves(low: Slots, hi
         assert time.monotonic() - begin < 30
     # Whoever came meanwhile waited in the queue.
     assert not [answer for answer in answers if not answer.who]
+    never_both(low, high)
+
+
+BLIND = "nobody can tell whether a more important engine is there"
+
+
+@contextlib.contextmanager
+def without_descriptors(engine: Slots) -> Iterator[None]:
+    """The launcher of slot a can open nothing, and has said so."""
+    pid = engine.launchers["a"].pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        assert eventually(lambda: any(BLIND in line for line in engine.lines("a")))
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert sum(BLIND in line for line in engine.lines("a")) == 1
+
+
+def test_an_active_engine_goes_on_while_its_launcher_cannot_see_who_else_is_there(low: Slots, high: Slots) -> None:
+    low.start("a")
+    low.until("a", "active")
+    with without_descriptors(low):
+        with clients(low.address, 1) as answers:
+            time.sleep(2 * director.LOOK)
+            high.start("a")
+            high.until("a", "promoting")
+            served = len(answers)
+            assert eventually(lambda: len(answers) > served + 5)
+        assert all(answer.who for answer in answers)
+        assert not memory(high)
+    low.until("a", "parked")
+    high.until("a", "active")
+    never_both(low, high)
+
+
+def test_no_engine_is_promoted_while_its_launcher_cannot_see_who_else_is_there(low: Slots, high: Slots) -> None:
+    low.start("a")
+    low.until("a", "active")
+    assert low.ask("a", "park").ok
+    engine = low.until("a", "parked").main
+    high.start("a")
+    high.until("a", "active")
+    with without_descriptors(low):
+        low.paths.parked.unlink()
+        time.sleep(2 * director.LOOK)
+    time.sleep(2 * director.LOOK)
+    assert low.until("a", "parked").main == engine
+    high.launchers["a"].send_signal(signal.SIGTERM)
+    assert low.until("a", "active").main == engine
+    assert high.launchers.pop("a").wait(20) == -signal.SIGTERM
     never_both(low, high)
 
 

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import errno
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from weightcache.errors import NoRoom
 from weightcache.standby import fence, status
 from weightcache.standby.locks import ByteLock
 from weightcache.standby.messages import Process
@@ -34,6 +36,20 @@ def held(folder: Path, name: str, byte: int) -> Iterator[None]:
         yield
     finally:
         lock.close()
+
+
+@contextlib.contextmanager
+def descriptors(left: int) -> Iterator[None]:
+    """This process can open so many more inside."""
+    made = [os.open(os.devnull, os.O_RDONLY) for _ in range(left + 1)]
+    for fd in made:
+        os.close(fd)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(made), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture
@@ -148,18 +164,37 @@ def test_an_engine_whose_lock_cannot_be_read_is_passed_over_and_said_once(tmp_pa
     assert said[0].startswith(f"{engine} is passed over where priorities count: {lock} cannot be opened")
 
 
-def test_without_descriptors_nobody_is_seen_and_nothing_fails(
-    claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("left", [0, 1])
+def test_without_descriptors_nobody_is_said_not_to_be_there(tmp_path: Path, left: int) -> None:
+    """With one left, a file can be read, and not whether its launcher lives."""
+    said: list[str] = []
+    claim = Claim(EnginePaths(tmp_path, "mine"), frozenset(GPUS), 5, said.append)
+    say(tmp_path, "high", 9)
+    say(tmp_path, "low", 1)
+    with held(tmp_path, "high", 0), held(tmp_path, "low", 0):
+        for look in (claim.more_important, claim.in_the_way, claim.less_important):
+            with descriptors(left), pytest.raises(NoRoom, match="Too many open files"):
+                look()
+        assert (claim.more_important(), claim.in_the_way()) == ("high", (Blocker("low", leaving=False),))
+    assert said == []
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_without_a_descriptor_for_its_lock_nobody_is_said_not_to_be_there(
+    claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     say(tmp_path, "high", 9)
+    lock, opened = EnginePaths(tmp_path, "high").lock, os.open
 
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    def full(path: object, *more: object, **named: object) -> int:
+        if path == lock:
+            raise OSError(number, os.strerror(number))
+        return opened(path, *more, **named)  # type: ignore[arg-type]
 
     with held(tmp_path, "high", 0), monkeypatch.context() as patch:
         patch.setattr(os, "open", full)
-        patch.setattr(os, "scandir", full)
-        assert (claim.more_important(), claim.in_the_way(), claim.less_important()) == ("", (), ())
+        with pytest.raises(NoRoom, match=os.strerror(number)):
+            claim.more_important()
 
 
 def test_files_that_make_no_sense_are_passed_over(claim: Claim, tmp_path: Path) -> None:
