@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from weightcache import transport
 from weightcache.errors import ProtocolError, WeightcacheError
+from weightcache.launch.door import Door
 from weightcache.standby import fence, messages
 
 if TYPE_CHECKING:
@@ -73,34 +74,24 @@ class Channel:
     """Listens at ``path`` for the processes of one engine with so many ranks."""
 
     def __init__(self, path: Path, ranks: int) -> None:
-        self._path = path
         self._ranks = ranks
         self._connections: dict[int, _Connection] = {}
         """By the descriptors of its socket and its process."""
         self._members: dict[int, _Connection] = {}
-        self._selector = selectors.EpollSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            self._listener.bind(os.fspath(path))
-            self._listener.listen(128)
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        except BaseException:
-            self.close()
-            raise
+        self._door = Door(path)
 
     def fileno(self) -> int:
         """Readable when somebody said something, came or went."""
-        return self._selector.fileno()
+        return self._door.fileno()
 
     def take(self) -> list[Heard]:
         """What was said since the last call, in order for each process."""
         heard: list[Heard] = []
         for _ in range(AT_ONCE):
-            if not (ready := self._selector.select(0)):
+            if not (ready := self._door.selector.select(0)):
                 break
             for key, _ in ready:
-                if key.fileobj is self._listener:
+                if key.fileobj is self._door.listener:
                     self._accept()
                 elif (connection := self._connections.get(key.fd)) is not None:
                     heard.extend(self._hear(connection, key.fd))
@@ -124,11 +115,8 @@ class Channel:
                 signal.pidfd_send_signal(connection.pidfd, signal.SIGKILL)
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
+        if (sock := self._door.accept()) is None:
             return
-        sock.setblocking(False)
         connection = _Connection(sock)
         strangers = sum(1 for known in self._connections.values() if known.rank is None)
         try:
@@ -139,7 +127,7 @@ class Channel:
             connection.close()
             return
         self._connections[sock.fileno()] = connection
-        self._selector.register(sock, selectors.EVENT_READ)
+        self._door.selector.register(sock, selectors.EVENT_READ)
 
     def _hear(self, connection: _Connection, fd: int) -> list[Heard]:
         if fd != connection.pidfd:
@@ -177,14 +165,14 @@ class Channel:
         connection.rank = answer.rank
         self._members[answer.rank] = connection
         self._connections[connection.pidfd] = connection
-        self._selector.register(connection.pidfd, selectors.EVENT_READ)
+        self._door.selector.register(connection.pidfd, selectors.EVENT_READ)
         return [Heard(answer.rank, answer, connection.process)]
 
     def _drop(self, connection: _Connection, why: str) -> list[Heard]:
         """Hear it no more. A member stays held, so that it can be killed."""
         for fd in (connection.sock.fileno(), connection.pidfd):
             if self._connections.pop(fd, None) is not None:
-                self._selector.unregister(fd)
+                self._door.selector.unregister(fd)
         connection.sock.close()
         if connection.rank is None:
             connection.close()
@@ -197,6 +185,4 @@ class Channel:
             connection.close()
         self._connections.clear()
         self._members.clear()
-        self._listener.close()
-        self._selector.close()
-        self._path.unlink(missing_ok=True)
+        self._door.close()

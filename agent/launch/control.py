@@ -6,7 +6,6 @@ Whoever may write to the socket may give them: root, the launcher's user, its gr
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import socket
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from weightcache import transport
 from weightcache.errors import WeightcacheError
+from weightcache.launch.door import Door
 from weightcache.standby.control import Command, Reply, decode_command, encode
 
 if TYPE_CHECKING:
@@ -31,36 +31,21 @@ class Control:
     """Listens at ``path``, where nobody else does; ``carry_out`` answers a command at once."""
 
     def __init__(self, path: Path, carry_out: Callable[[Command], Reply]) -> None:
-        self._path = path
         self._carry_out = carry_out
         self._clients: dict[int, tuple[socket.socket, float]] = {}
-        path.unlink(missing_ok=True)
-        self._selector = selectors.EpollSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            before = os.umask(0o777 & ~MODE)
-            try:
-                self._listener.bind(os.fspath(path))
-            finally:
-                os.umask(before)
-            self._listener.listen(MOST_CLIENTS)
-            self._listener.setblocking(False)
-            self._selector.register(self._listener, selectors.EVENT_READ)
-        except BaseException:
-            self.close()
-            raise
+        self._door = Door(path, MOST_CLIENTS, MODE)
 
     def fileno(self) -> int:
         """Readable when somebody came or asked."""
-        return self._selector.fileno()
+        return self._door.fileno()
 
     def attend(self) -> None:
         """Answer who has asked, and let go of who does not."""
         for _ in range(AT_ONCE):
-            if not (ready := self._selector.select(0)):
+            if not (ready := self._door.selector.select(0)):
                 break
             for key, _ in ready:
-                if key.fileobj is self._listener:
+                if key.fileobj is self._door.listener:
                     self._accept()
                 else:
                     self._answer(self._forget(key.fd))
@@ -70,20 +55,17 @@ class Control:
                 self._forget(fd).close()
 
     def _accept(self) -> None:
-        try:
-            client, _ = self._listener.accept()
-        except OSError:
+        if (client := self._door.accept()) is None:
             return
         if len(self._clients) >= MOST_CLIENTS:
             client.close()
             return
-        client.setblocking(False)
         self._clients[client.fileno()] = client, time.monotonic()
-        self._selector.register(client, selectors.EVENT_READ)
+        self._door.selector.register(client, selectors.EVENT_READ)
 
     def _forget(self, fd: int) -> socket.socket:
         client, _ = self._clients.pop(fd)
-        self._selector.unregister(client)
+        self._door.selector.unregister(client)
         return client
 
     def _answer(self, client: socket.socket) -> None:
@@ -103,6 +85,4 @@ class Control:
         """Remove the socket."""
         for fd in list(self._clients):
             self._forget(fd).close()
-        self._listener.close()
-        self._selector.close()
-        self._path.unlink(missing_ok=True)
+        self._door.close()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Self
 from weightcache import transport
 from weightcache.engine import directive
 from weightcache.errors import ProtocolError, WeightcacheError
+from weightcache.launch.door import Door
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -38,20 +39,15 @@ class Receiver:
         self.directory = _private_directory()
         self.path = self.directory / "report"
         self._senders: dict[int, socket.socket] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
-            self._listener.bind(os.fspath(self.path))
-            self._listener.listen(128)
-            self._listener.setblocking(False)
+            self._door = Door(self.path)
         except BaseException:
-            self.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
             raise
-        self._selector = selectors.EpollSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Readable when a report or a connection is waiting (an epoll descriptor can be watched itself)."""
-        return self._selector.fileno()
+        """Readable when a report or a connection is waiting."""
+        return self._door.fileno()
 
     def take(self) -> list[directive.Report]:
         """All reports that are complete now."""
@@ -59,29 +55,26 @@ class Receiver:
         progress = True
         while progress:
             progress = False
-            for key, _ in self._selector.select(0):
+            for key, _ in self._door.selector.select(0):
                 progress = True
-                if key.fileobj is self._listener:
+                if key.fileobj is self._door.listener:
                     self._accept()
                     continue
                 sender = self._senders.pop(key.fd)
-                self._selector.unregister(sender)
+                self._door.selector.unregister(sender)
                 with contextlib.closing(sender):
                     reports.extend(self._heard(sender))
         return reports
 
     def _accept(self) -> None:
-        try:
-            sender, _ = self._listener.accept()
-        except OSError:
+        if (sender := self._door.accept()) is None:
             return
         _, uid, _ = transport.peer_credentials(sender)
         if uid != os.geteuid() or len(self._senders) >= MAX_SENDERS:
             sender.close()
             return
-        sender.setblocking(False)
         self._senders[sender.fileno()] = sender
-        self._selector.register(sender, selectors.EVENT_READ)
+        self._door.selector.register(sender, selectors.EVENT_READ)
 
     def _heard(self, sender: socket.socket) -> list[directive.Report]:
         reports = _read(sender)
@@ -95,9 +88,7 @@ class Receiver:
         for sender in self._senders.values():
             sender.close()
         self._senders.clear()
-        self._listener.close()
-        if hasattr(self, "_selector"):
-            self._selector.close()
+        self._door.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
