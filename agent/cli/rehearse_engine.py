@@ -5,13 +5,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import http.client
 import json
 import os
 import re
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,12 +20,12 @@ from weightcache.errors import LoadFailed, UsageError, WeightcacheError, tree
 from weightcache.launch.processes import Tree
 from weightcache.launch.server_only import without
 from weightcache.parity import ending
+from weightcache.parity.loopback import FAILURES, HOST, Client
 from weightcache.sglang_options import given
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 LINE_SECONDS = 10.0
 END_SECONDS = 15.0
@@ -42,7 +39,6 @@ _OWN = "weightcache: "
 _TAIL_LINES = 12
 _MOST_LOG = 16 << 20
 _MOST_LINE = 4096
-_MOST_ANSWER = 16 << 20
 _MOST_YAML = 1 << 20
 _BATCH = 8
 
@@ -59,22 +55,13 @@ class Plan:
 
 
 class Engine:
-    """A server that answers on loopback."""
+    """A server that answers ``client``."""
 
-    def __init__(self, port: int, key: str, log: Path, deadline: float) -> None:
-        self._port = port
-        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    def __init__(self, client: Client, log: Path, deadline: float) -> None:
+        self.client = client
         self._log = _Log(log)
         self._deadline = deadline
         self._word = ""
-
-    def answers(self) -> bool:
-        """Whether it takes requests."""
-        try:
-            self._ask("GET", "/model_info", seconds=5.0)
-        except (OSError, ValueError, http.client.HTTPException):
-            return False
-        return True
 
     def exercise(self, say: Callable[[str], None]) -> None:
         """Ask for what makes kernels compile: a prompt, one that fills a prefill chunk, several at once.
@@ -88,7 +75,7 @@ class Engine:
                 began = time.monotonic()
                 self._json("POST", "/generate" if generates else "/encode", body)
                 say(f"{name}: {time.monotonic() - began:.1f} s")
-        except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+        except (*FAILURES, TypeError) as error:
             raise LoadFailed(f"the engine gave no answer ({error}): {self.tail()}") from None
 
     def news(self) -> list[str]:
@@ -110,18 +97,9 @@ class Engine:
         return "; ".join(line.strip() for line in self._log.last if line.strip())
 
     def _json(self, verb: str, path: str, body: object = None) -> dict[str, Any]:
-        answer = json.loads(self._ask(verb, path, body, max(1.0, self._deadline - time.monotonic())))
+        seconds = max(1.0, self._deadline - time.monotonic())
+        answer = json.loads(self.client.ask(verb, path, body, seconds=seconds))
         return answer if isinstance(answer, dict) else {}
-
-    def _ask(self, verb: str, path: str, body: object = None, seconds: float = 30.0) -> bytes:
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=seconds)
-        with contextlib.closing(connection), ending.wait():
-            connection.request(verb, path, None if body is None else json.dumps(body).encode(), self._headers)
-            response = connection.getresponse()
-            data = response.read(_MOST_ANSWER)
-            if response.status != 200:
-                raise ValueError(f"{path} answered {response.status}: {data[:200].decode(errors='replace')}")
-            return data
 
 
 class _Log:
@@ -182,12 +160,11 @@ def running(plan: Plan, folder: Path, say: Callable[[str], None], beat: Callable
     ``beat`` adds to the line that is printed while this waits. Raises the error that wcache-launch ended with.
     """
     deadline = time.monotonic() + plan.seconds
-    # Hexadecimal: SGLang makes arguments of the file, and a key that begins with a dash would be an option.
-    port, key, log = _free_port(), secrets.token_hex(32), folder / "engine.log"
-    engine = Engine(port, key, log, deadline)
+    client, log = Client(), folder / "engine.log"
+    engine = Engine(client, log, deadline)
     # SGLang takes its key from the command line, which everybody may read, or from the file of --config.
-    arguments = _with_key(without(plan.arguments), key, folder / "engine.yaml")
-    server = ["--host", HOST, "--port", str(port), "--max-total-tokens", str(plan.tokens)]
+    arguments = _with_key(without(plan.arguments), client.key, folder / "engine.yaml")
+    server = ["--host", HOST, "--port", str(client.port), "--max-total-tokens", str(plan.tokens)]
     command = [sys.executable, "-c", _LAUNCH.format(path=sys.path), "--wcache-without", WITHOUT, *plan.options]
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -203,7 +180,7 @@ def running(plan: Plan, folder: Path, say: Callable[[str], None], beat: Callable
     held = Tree(process.pid)
     try:
         said = time.monotonic()
-        while not engine.answers():
+        while not engine.client.answers():
             for line in engine.news():
                 say(line)
             held.update()
@@ -269,9 +246,3 @@ def _with_key(arguments: Sequence[str], key: str, file: Path) -> list[str]:
     with os.fdopen(fd, "w", encoding="utf-8") as opened:
         opened.write(f"{own}\napi-key: {json.dumps(key)}\nadmin-api-key: {json.dumps(key)}\n".lstrip())
     return ["--config", str(file), *rest]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

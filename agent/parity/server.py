@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
 import json
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,8 +17,8 @@ from weightcache.errors import LoadFailed
 from weightcache.launch.processes import Tree
 from weightcache.launch.server_only import without
 from weightcache.parity import ending
+from weightcache.parity.loopback import FAILURES, HOST, Client
 
-HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 ANSWER_SECONDS = 300.0
 STOP_SECONDS = 20.0
@@ -60,9 +57,8 @@ def serving(arguments: Sequence[str], environment: Mapping[str, str], log: Path,
 
     It answers nobody else. Raises LoadFailed with the end of its log when it ends, or takes longer than ``seconds``.
     """
-    # Hexadecimal: argparse takes a key that begins with a dash for an option.
-    port, key = _free_port(), secrets.token_hex(32)
-    command = [sys.executable, "-c", _START, *without(arguments), "--host", HOST, "--port", str(port)]
+    client = Client()
+    command = [sys.executable, "-c", _START, *without(arguments), "--host", HOST, "--port", str(client.port)]
     command += ["--tokenizer-worker-num", "1"]  # with more of them SGLang cannot have a key
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -70,14 +66,14 @@ def serving(arguments: Sequence[str], environment: Mapping[str, str], log: Path,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**environment, _KEY: key},
+            env={**environment, _KEY: client.key},
             start_new_session=True,
             # For the case that this process cannot end it; SGLang's own processes do the same.
             preexec_fn=functools.partial(ending.with_parent, signal.SIGKILL),
         )
     tree = Tree(process.pid)
     try:
-        server = Server(port, key, log)
+        server = Server(client, log)
         _await(process, tree, server, seconds)
         yield server
     finally:
@@ -90,7 +86,7 @@ def serving(arguments: Sequence[str], environment: Mapping[str, str], log: Path,
 
 def _await(process: subprocess.Popen[bytes], tree: Tree, server: Server, seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not server.answers():
+    while not server.client.answers():
         tree.update()
         if (status := ending.status(process.pid)) is not None:
             raise LoadFailed(f"SGLang ended with {status}: {server.tail()}")
@@ -101,20 +97,11 @@ def _await(process: subprocess.Popen[bytes], tree: Tree, server: Server, seconds
 
 
 class Server:
-    """A server that answers on loopback."""
+    """A server that answers ``client``."""
 
-    def __init__(self, port: int, key: str, log: Path) -> None:
-        self._port = port
-        self._headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    def __init__(self, client: Client, log: Path) -> None:
+        self.client = client
         self._log = log
-
-    def answers(self) -> bool:
-        """Whether it takes requests."""
-        try:
-            self._ask("GET", "/model_info", seconds=5.0)
-        except (OSError, ValueError, http.client.HTTPException):
-            return False
-        return True
 
     def answer(self, prompt: Sequence[int], count: int, adapter: str = "") -> Answer:
         """``count`` greedy tokens after ``prompt``, computed from an empty prefix cache. Raises LoadFailed.
@@ -133,7 +120,7 @@ class Server:
             body["lora_path"] = adapter
         try:
             self._flush()
-            got = json.loads(self._ask("POST", "/generate", body))
+            got = json.loads(self.client.ask("POST", "/generate", body, seconds=ANSWER_SECONDS))
             meta = got["meta_info"]
             rows = [entry or () for entry in meta["output_top_logprobs"]]
             return Answer(
@@ -142,7 +129,7 @@ class Server:
                 top=tuple(tuple((float(row[0]), int(row[1])) for row in entry) for entry in rows),
                 drafts=tuple(int(meta[name]) for name in _DRAFTS if name in meta),
             )
-        except (OSError, ValueError, KeyError, TypeError, IndexError, http.client.HTTPException) as error:
+        except (*FAILURES, KeyError, TypeError, IndexError) as error:
             raise LoadFailed(f"SGLang gave no tokens ({error}): {self.tail()}") from None
 
     def tail(self) -> str:
@@ -157,7 +144,7 @@ class Server:
         deadline = time.monotonic() + STOP_SECONDS
         while True:  # refused while the last request is still being finished
             try:
-                self._ask("POST", "/flush_cache", {})
+                self.client.ask("POST", "/flush_cache", {}, seconds=ANSWER_SECONDS)
             except ValueError:
                 if time.monotonic() > deadline:
                     raise
@@ -165,21 +152,3 @@ class Server:
                     time.sleep(POLL_SECONDS)
             else:
                 return
-
-    def _ask(self, verb: str, path: str, body: object = None, seconds: float = ANSWER_SECONDS) -> bytes:
-        """The body of an answer with status 200. Raises OSError, HTTPException, or ValueError for any other status."""
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=seconds)
-        with contextlib.closing(connection), ending.wait():
-            content = None if body is None else json.dumps(body).encode()
-            connection.request(verb, path, content, self._headers)
-            response = connection.getresponse()
-            data = response.read()
-            if response.status != 200:
-                raise ValueError(f"{path} answered {response.status}: {data[:200].decode(errors='replace')}")
-            return data
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

@@ -42,7 +42,7 @@ def test_tokens_and_their_probabilities(tmp_path: Path, environment: dict[str, s
         )
         pid = helper(log)
     assert gone(pid)
-    assert not server.answers()
+    assert not server.client.answers()
 
 
 def test_an_adapter_answers_and_a_draft_is_counted(tmp_path: Path, environment: dict[str, str]) -> None:
@@ -89,8 +89,8 @@ def test_it_answers_nobody_else_and_has_no_key_or_port_of_the_operators(
     with serving(given, {**environment, "FAKE": "well"}, tmp_path / "log", 20.0) as server:
         parent = Path(f"/proc/{helper(tmp_path / 'log')}/stat").read_text().rpartition(")")[2].split()[1]
         shown = Path(f"/proc/{parent}/cmdline").read_bytes().decode().split("\0")
-        arguments = json.loads(server._ask("GET", "/model_info"))["arguments"]
-        connection = http.client.HTTPConnection("127.0.0.1", server._port)
+        arguments = json.loads(server.client.ask("GET", "/model_info", seconds=10.0))["arguments"]
+        connection = http.client.HTTPConnection("127.0.0.1", server.client.port)
         connection.request("GET", "/model_info", headers={"Authorization": "Bearer operators"})
         assert connection.getresponse().status == 401
         connection.close()
@@ -105,7 +105,7 @@ def test_no_key_is_an_option(tmp_path: Path, environment: dict[str, str], monkey
     """Random bytes that begin with a dash in base64, as one in 64 do."""
     monkeypatch.setattr(secrets, "token_bytes", lambda count=None: b"\xf8" * (count or 32))
     with serving([], {**environment, "FAKE": "well"}, tmp_path / "log", 20.0) as server:
-        arguments = json.loads(server._ask("GET", "/model_info"))["arguments"]
+        arguments = json.loads(server.client.ask("GET", "/model_info", seconds=10.0))["arguments"]
     for option in ("--api-key", "--admin-api-key"):
         assert re.fullmatch("[0-9a-f]{64}", arguments[arguments.index(option) + 1])
 
