@@ -67,8 +67,11 @@ class SlotWorld:
         return fence.living(processes)
 
     def taken(self) -> bool:
-        """Whether anybody accepts, or is about to."""
-        return locks.is_taken(self._paths.lock, 0)
+        """Whether anybody accepts, or is about to. Who cannot look waits, as for somebody who has not come yet."""
+        try:
+            return locks.is_taken(self._paths.lock, 0)
+        except NoRoom:
+            return False
 
     def parked(self) -> bool | None:
         """Whether the marker is there, or a more important engine; None if that cannot be told, which is said once."""

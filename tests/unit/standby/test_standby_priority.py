@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import errno
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.descriptors import descriptors
 from weightcache.errors import NoRoom
 from weightcache.standby import fence, status
 from weightcache.standby.locks import ByteLock
@@ -36,20 +36,6 @@ def held(folder: Path, name: str, byte: int) -> Iterator[None]:
         yield
     finally:
         lock.close()
-
-
-@contextlib.contextmanager
-def descriptors(left: int) -> Iterator[None]:
-    """This process can open so many more inside."""
-    made = [os.open(os.devnull, os.O_RDONLY) for _ in range(left + 1)]
-    for fd in made:
-        os.close(fd)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(made), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture
