@@ -6,7 +6,7 @@ that version skew is its own error and never a decoding problem. Which message m
     RANK.sock          Hello, Attach, Load; Lead, Join between agents    (activates the agent)
     RANK.status.sock   Status, Watch, Inspect, Renew, Verify, Evict, Drain, Resume    (never activates, never loads)
     a lease            Faulted                                  (on the connection of an answered Attach or Renew)
-    RANK.publish.sock  Begin, Progress, Publish, Commit, Abort  (loaders and donors)
+    RANK.publish.sock  Begin, Progress, Publish, Commit, Abort; Borrow, Rejoin, Anew, Retain    (loaders and donors)
     loader.sock        Run, then Output, Alive, Ended the other way    (the agent asks for one loader)
 """
 
@@ -81,11 +81,12 @@ class Load:
 class Lead:
     """An agent asks the one that leads its launch to load for all ranks of this host. Answer: Done, once all joined.
 
-    ``asked``: somebody wants this load, whoever uses the weights of other ranks meanwhile.
+    ``asked``: somebody wants this load, whoever uses the weights of other ranks meanwhile; ``again``: all of them anew.
     """
 
     rank: int
     asked: bool
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +96,13 @@ class Join:
     ``configuration`` is a digest of what all agents of a launch have to be configured with.
 
     The connection then lives as long as the launch: the leader sends Progress as a sign of life, and each side says
-    how it ended, Done or Failure. The end of the connection ends the launch.
+    how it ended, Done or Failure. The end of the connection ends the launch. ``again``: whatever a rank holds.
     """
 
     group: str
     asked: bool
     configuration: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,10 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Open a publication: ``source`` is ``loader`` or ``donor``; ``token`` proves which load this belongs to."""
+    """Open a publication: ``source`` is ``loader`` or ``donor``; ``token`` proves which load this belongs to.
+
+    Answer: Accepted.
+    """
 
     source: str
     group: str
@@ -173,9 +178,13 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Hand over one set. Descriptors: the manifest (a sealed memfd), then one per arena, in order."""
+    """Hand over one set. Descriptors: the manifest (a sealed memfd), then one per arena, in order.
+
+    ``contents`` are what all ranks of the launch hold (weightcache.content), in their order; empty where nobody asked.
+    """
 
     set: SetInfo
+    contents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +200,35 @@ class Abort:
 
     code: str
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Borrow:
+    """A loader's rank asks for the set that its agent holds already. Answer: Lent, or Failure, and the load goes on."""
+
+    role: str
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """This rank loads what it lost of ``group``; its set has to have this ``content`` again. Answer: Accepted."""
+
+    group: str
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """All ranks load everything anew, so that what this one holds is of no use to them. Answer: Accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """What other ranks lost of ``group`` is there again: this one goes on with what it holds. Answer: Committed."""
+
+    group: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +340,25 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The publication may go on."""
+    """The publication may go on.
+
+    To Begin: whether this rank ``holds`` all sets of a load, which it could retain, and why they must not be replaced.
+    """
+
+    holds: bool = False
+    in_use: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A resident set, for a rank of a launch that retains it. Descriptors: the manifest, then one per arena, in order.
+
+    ``contents`` are those that all ranks of ``group`` published.
+    """
+
+    arenas: tuple[ArenaInfo, ...]
+    group: str
+    contents: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,9 +414,9 @@ class Failure:
 
 Message = (
     Hello | Attach | Load | Lead | Join | Status | Watch | Inspect | Renew | Faulted | Verify | Evict | Drain | Resume
-    | Begin | Publish | Commit | Abort | Run
+    | Begin | Publish | Commit | Abort | Borrow | Rejoin | Anew | Retain | Run
     | Welcome | Progress | Attached | DonationInvited | Loaded | Joined | RankReport | Observed | Renewed | Verified
-    | Done | Accepted | Published | Committed | Output | Alive | Ended | Failure
+    | Done | Accepted | Lent | Published | Committed | Output | Alive | Ended | Failure
 )  # fmt: skip
 
 

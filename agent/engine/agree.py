@@ -72,3 +72,17 @@ def wait_for_all() -> None:
     _, size, cpu_group = adapter.world()
     if size > 1:
         torch.distributed.barrier(group=cpu_group)
+
+
+def exchange(said: bytes) -> list[bytes]:
+    """What every rank says, in their order; every rank must call this as often as the others."""
+    _, size, cpu_group = adapter.world()
+    if size == 1:
+        return [said]
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    torch.distributed.all_gather(lengths, torch.tensor([len(said)], dtype=torch.int64), group=cpu_group)
+    longest = max(int(length) for length in lengths)
+    mine = torch.tensor(list(said.ljust(longest, b"\0")), dtype=torch.uint8)
+    everyone = [torch.zeros_like(mine) for _ in range(size)]
+    torch.distributed.all_gather(everyone, mine, group=cpu_group)
+    return [bytes(text[: int(length)].tolist()) for text, length in zip(everyone, lengths, strict=True)]

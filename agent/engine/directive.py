@@ -38,6 +38,7 @@ class Directive:
     its own load to an empty agent. ``group`` names this launch. ``inventory`` is a directory that an engine writes the
     inventory of its loaded models to (weightcache.parity). ``unproven`` says whether a loader refuses methods without
     evidence, checks what it loaded (weightcache.engine.selfcheck) or allows them (for a comparison that follows).
+    ``anew``: a loader's ranks load whatever they hold already.
     ``levers`` are what may shorten an engine's start (weightcache.launch.arguments.LEVERS); ``warmed`` is a file that
     exists when the same start succeeded before (weightcache.engine.warmup). ``trace`` is the file that the engine's
     processes append the phases of this start to (weightcache.starts.record). ``listener``: the launcher holds the HTTP
@@ -58,6 +59,7 @@ class Directive:
     arena_bytes: int = 0
     inventory: str = ""
     unproven: Literal["refuse", "check", "allow"] = "refuse"
+    anew: bool = False
     levers: tuple[str, ...] = ()
     warmed: str = ""
     trace: str = ""

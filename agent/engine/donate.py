@@ -17,7 +17,7 @@ from weightcache.engine import adapter, gate, selfcheck, state
 from weightcache.engine.directive import Directive
 from weightcache.errors import ExportRefused, UnsupportedMethod, WeightcacheError
 from weightcache.fingerprint import Fingerprint
-from weightcache.loader.produce import Check, Loading, Produced, produce
+from weightcache.loader.produce import Agree, Check, Loading, Produced, nobody, produce
 from weightcache.loader.publication import Publication
 from weightcache.loader.walk import Walk, walk
 from weightcache.memory import Memory, WritableRegion
@@ -137,10 +137,12 @@ def load_for_agent(
     publication: Publication,
     directive: Directive,
     build: Callable[[], nn.Module],
+    agree: Agree = nobody,
 ) -> nn.Module:
     """Load and publish one set of a loader's launch; the commit follows when all its models are loaded.
 
-    ``build`` constructs the model on ``meta``, for the check of methods without evidence.
+    ``build`` constructs the model on ``meta``, for the check of methods without evidence. ``agree`` waits for the other
+    ranks before anything is published.
     """
     observed = load_observed(load, inner, fingerprint, publication)
     check = _check(observed.model, fingerprint, directive, build)
@@ -155,6 +157,7 @@ def load_for_agent(
         keep_private=False,
         known=state.process.exported,
         check=check,
+        agree=agree,
     )
     state.process.keep.append(produced.region)
     if fingerprint.role == "target":

@@ -13,9 +13,10 @@ from weightcache.engine import adapter, state
 from weightcache.engine.agree import wait_for_all
 from weightcache.engine.ask import socket_of
 from weightcache.engine.directive import Directive, token_for
-from weightcache.engine.donate import load_for_agent, publish_path
+from weightcache.engine.donate import publish_path
 from weightcache.engine.observe import observe
 from weightcache.engine.serve import device_of
+from weightcache.engine.together import Source, load_together
 from weightcache.errors import LoadFailed, NoRoom, WeightcacheError
 from weightcache.loader.publication import Publication
 from weightcache.memory import open_memory
@@ -43,16 +44,17 @@ class PublishingLoader:
             if option := adapter.refused(self.runner.server_args):
                 raise LoadFailed(f"weightcache cannot serve with {option}")
             fingerprint = observe(model_config, self.inner.load_config, self.runner.server_args, device)
-            return load_for_agent(
+            source = Source(
                 lambda: self.inner.load_model(model_config=model_config, device_config=device_config),
                 self.inner,
                 fingerprint,
                 open_memory(self.directive.backend, device.index or 0),
                 device,
-                publication,
                 self.directive,
                 build=lambda: adapter.build_on_meta(model_config, self.inner.load_config),
+                drafts_apart=_drafts_apart(self.runner.server_args),
             )
+            return load_together(source, publication)
         except WeightcacheError as error:
             publication.abort(error)
             raise
@@ -62,6 +64,10 @@ class PublishingLoader:
             kind = NoRoom if "OutOfMemory" in type(error).__name__ else LoadFailed
             publication.abort(kind(f"loading failed: {type(error).__name__}: {_first_line(error)}"))
             raise
+
+
+def _drafts_apart(server_args: Any) -> bool:
+    return int(adapter.parallel().pp_size) > 1 and bool(adapter.resolved(server_args, "speculative_algorithm"))
 
 
 def _publication(directive: Directive, device: Any) -> Publication:
@@ -75,7 +81,7 @@ def _publication(directive: Directive, device: Any) -> Publication:
 
 
 def finish() -> NoReturn:
-    """All models of all ranks are published: commit, and end the process before it allocates KV memory."""
+    """All models of all ranks are published or held: commit, and end the process before it allocates KV memory."""
     publication = state.process.publication
     if publication is None:
         raise SystemExit(1)
@@ -84,7 +90,10 @@ def finish() -> NoReturn:
     except Exception as error:
         publication.abort(LoadFailed(f"another rank of the launch has failed: {_first_line(error)}"))
         raise
-    publication.commit()
+    if publication.sets:
+        publication.commit()
+    else:  # this rank had lost nothing
+        publication.retain(state.process.rejoined)
     publication.close()
     # Nothing is left to flush, and an orderly end of SGLang and NCCL keeps the CUDA context for seconds.
     sys.stdout.flush()

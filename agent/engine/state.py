@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class ProcessState:
     """``keep`` holds mappings for ever: the model's tensors point into them. ``resident_bytes`` by role. ``capturing``:
-    a graph is captured now, between two requests.
+    a graph is captured now, between two requests. ``rejoined``: the load whose ranks this launch completes again.
     """
 
     rebuilt: dict[str, Rebuilt] = field(default_factory=dict)
@@ -26,6 +26,7 @@ class ProcessState:
     keep: list[Region | WritableRegion | torch.Tensor] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
     publication: Publication | None = None
+    rejoined: str = ""
     resident_bytes: dict[str, int] = field(default_factory=dict)
     shares_weights: bool = False
     capturing: bool = False

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group", default="", help="name of this launch")
     parser.add_argument("--arena-bytes", type=int, default=0)
     parser.add_argument("--unproven", choices=("refuse", "check"), default="refuse", help="methods without evidence")
+    parser.add_argument("--anew", action="store_true", help="ranks load whatever they hold already")
     parser.add_argument("--node", type=int, default=0, help="this host's number among --nodes")
     parser.add_argument("--nodes", default="", help="all hosts that load together, in order: 10.0.0.1,10.0.0.2")
     parser.add_argument("--meet-port", type=int, default=0, help="port of the first node where the others report")
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
         group=args.group,
         arena_bytes=args.arena_bytes,
         unproven=unproven,
+        anew=args.anew,
     )
     try:
         with _meeting(args, tuple(agents), arguments) as meeting:

@@ -23,6 +23,14 @@ from weightcache.protocol import ArenaInfo, SetInfo
 Check = Callable[[Manifest, torch.Tensor], None]
 """Raises for a packed range (uint8) that is not what the manifest promises."""
 
+Agree = Callable[[SetInfo, Manifest], tuple[str, ...]]
+"""Tells the other ranks of a launch what this one has; returns what each of them has, in their order."""
+
+
+def nobody(info: SetInfo, body: Manifest) -> tuple[str, ...]:
+    """Nobody else is asked."""
+    return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:
@@ -57,12 +65,13 @@ def produce(
     keep_private: bool,
     known: Known | None = None,
     check: Check | None = None,
+    agree: Agree = nobody,
     on_frozen: Callable[[WritableRegion], None] = lambda region: None,
 ) -> Produced:
     """Publish ``model``; its tensors live in the arenas afterwards (private ones too, unless ``keep_private``).
 
-    ``check`` looks at what was packed before anything is published. ``on_frozen`` is called when the tensors become
-    read-only, whether the publication succeeds afterwards or not.
+    ``check`` looks at what was packed before anything is published, and ``agree`` waits for the other ranks.
+    ``on_frozen`` is called when the tensors become read-only, whether the publication succeeds afterwards or not.
 
     Raises ExportRefused, NoRoom, AgentUnavailable and what the agent answers. The caller has passed the gate.
     """
@@ -85,15 +94,17 @@ def produce(
         load_seconds=round(loading.seconds, 3),
         bytes_read=loading.bytes_read,
     )
+    contents = agree(info, exported.manifest)
+    marks.append(time.perf_counter())
     on_frozen(region)
     fds = region.freeze()
     try:
         publication.progress("publishing", exported.manifest.bytes, exported.manifest.bytes, force=True)
-        set_id = publication.publish(info, exported.manifest, fds)
+        set_id = publication.publish(info, exported.manifest, fds, contents)
     finally:
         transport.close_all(fds)
     marks.append(time.perf_counter())
-    steps = zip(("walk", "pack", "digest", "publish"), marks, marks[1:], strict=False)
+    steps = zip(("walk", "pack", "digest", "agree", "publish"), marks, marks[1:], strict=False)
     milliseconds = {name: round((end - start) * 1000, 3) for name, start, end in steps}
     known_now = exported.known(loading.fingerprint.role)
     return Produced(set_id, exported.manifest, region, infos, known_now, milliseconds)

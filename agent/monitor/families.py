@@ -27,7 +27,10 @@ EVENTS = (
 )  # fmt: skip
 """The journal's, but for those that are counted by code."""
 
-LOADS = tuple((source, result) for source in ("loader", "donor") for result in ("published", "failed", "given-up"))
+LOADS = (
+    *((source, result) for source in ("loader", "donor") for result in ("published", "failed", "given-up")),
+    ("loader", "retained"),
+)
 
 REFUSALS = (
     "mismatch", "loading", "empty", "drained", "degraded",  # nothing that fits, or nothing now

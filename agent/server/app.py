@@ -194,6 +194,8 @@ class Agent:
                     companions=companions,
                     group=production.published_as,
                     info=item.info,
+                    contents=item.contents,
+                    configuration=self.settings.kinship if item.contents else "",
                 ),
                 item.fds,
             )
@@ -251,12 +253,23 @@ class Agent:
                     "set-published", source=production.source, seconds=round(production.seconds, 3), **_of_set(resident)
                 ),
             )
+        self._loaded(production, "published")
+        return made
+
+    def retain(self, production: Production) -> None:
+        """End a load with what was resident before: other ranks have loaded what they had lost."""
+        production.committed = True
+        ended = event("load-ended", source=production.source, code="", seconds=round(production.seconds, 3))
+        what = "load ended after %.1f s: this rank goes on with what it holds, other ranks loaded what they had lost"
+        log.info(what, production.seconds, extra=ended)
+        self._loaded(production, "retained")
+
+    def _loaded(self, production: Production, result: Literal["published", "retained"]) -> None:
         self.production, self.failure, self.backoff = None, None, Backoff()
         self.forget_failure()
-        self.measures.load_ended(production, "published")
+        self.measures.load_ended(production, result)
         production.end()
         self.settle()
-        return made
 
     def give_up(self, production: Production, error: ErrorInfo | None, failed: bool = True) -> None:
         """End a load without a set: if it ``failed``, later tries are spaced out and a restart tries nothing."""

@@ -68,8 +68,9 @@ async def load(agent: Agent, connection: Connection, request: Load) -> None:
         resident = agent.sets.newest("target")
         if agent.production is None and resident and agent.sets.whole(resident) and not again:
             return await connection.send(Loaded(resident.id))
+        production = agent.production or loads.begin(agent, asked=True, again=again)
         again = False
-        await wait_for(connection, agent.production or loads.begin(agent, asked=True), deadline)
+        await wait_for(connection, production, deadline)
 
 
 def require_giving(agent: Agent) -> None:

@@ -11,7 +11,7 @@ from weightcache.errors import ConfigError, InUse, LoadFailed, ProtocolError, We
 from weightcache.protocol import Done, ErrorInfo, Failure, Join, Joined, Lead, Progress
 from weightcache.server import loads
 from weightcache.server.connection import PeerLeft
-from weightcache.server.launch import LAST_WORDS_SECONDS, LEAD_SECONDS, may_load
+from weightcache.server.launch import LAST_WORDS_SECONDS, LEAD_SECONDS, take_stock
 from weightcache.server.waiting import first
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def _led(agent: Agent, request: Lead, gone: asyncio.Event) -> None:
             if delay := agent.backoff.left(time.monotonic()):
                 await first(gone, seconds=min(delay, left))
                 continue
-            production = loads.begin(agent, request.asked)
+            production = loads.begin(agent, request.asked, request.again)
         if request.rank in production.members:
             return
         if production.joined.is_set():  # without this rank, which has to wait for its end
@@ -74,7 +74,7 @@ async def join(agent: Agent, connection: Connection, request: Join) -> None:
     if production is not None and production.source == "loader" and production.joined.is_set():
         # Of a leader that was killed, perhaps: this rank learns of its end at the same time.
         await first(production.ended, seconds=2 * LAST_WORDS_SECONDS)
-    await may_load(agent, request.asked)
+    retained = await take_stock(agent, request.asked, request.again)
     production = agent.production
     if production is None:
         agent.forget_failure()
@@ -82,7 +82,7 @@ async def join(agent: Agent, connection: Connection, request: Join) -> None:
     elif production.source != "loader" or production.joined.is_set():
         raise InUse(f"rank {settings.rank} is in the middle of another load")
     production.group = production.published_as = request.group
-    production.asked = request.asked
+    production.asked, production.again, production.retained = request.asked, request.again, retained
     production.joined.set()
     error: ErrorInfo | None = None
     try:

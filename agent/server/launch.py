@@ -25,6 +25,7 @@ from weightcache.server.waiting import first
 if TYPE_CHECKING:
     from weightcache.server.app import Agent
     from weightcache.server.production import Production
+    from weightcache.server.sets import ResidentSet
 
 M = TypeVar("M")
 
@@ -33,6 +34,9 @@ JOIN_SECONDS = 60.0
 
 LEAD_SECONDS = 3 * JOIN_SECONDS
 """How long a leader may take to have all ranks join, after a launch that is just ending."""
+
+EXAMINED_SECONDS = 30.0
+"""How long the examination of a suspect set is waited for; what is not known to be good by then is loaded again."""
 
 BEAT_SECONDS = 5.0
 """A leader says this often that the launch goes on; it knows by itself when a loader does nothing."""
@@ -66,8 +70,7 @@ class Launch:
     async def gather(self) -> None:
         """Have every other rank join. Raises LoadFailed with the rank that did not."""
         settings = self._agent.settings
-        if len(settings.launch) > 1:
-            await may_load(self._agent, self._production.asked)
+        self._production.retained = await take_stock(self._agent, self._production.asked, self._production.again)
         others = [rank for rank in settings.launch if rank != settings.rank]
         answers = await asyncio.gather(*map(self._join, others), return_exceptions=True)
         for answer in answers:
@@ -82,7 +85,8 @@ class Launch:
             connection = await call(RankPaths(self._agent.settings.paths.directory, rank))
             try:
                 production, kinship = self._production, self._agent.settings.kinship
-                joined = await ask(connection, Join(production.group, production.asked, kinship), Joined)
+                join = Join(production.group, production.asked, kinship, production.again)
+                joined = await ask(connection, join, Joined)
             except BaseException:
                 connection.close()
                 raise
@@ -159,6 +163,32 @@ async def ask(connection: Connection, request: Message, answer: type[M], seconds
     return message
 
 
+async def take_stock(agent: Agent, asked: bool, again: bool) -> tuple[ResidentSet, ...]:
+    """What a rank brings into a launch: sets that it may go on with (retention.py). Raises InUse: none, nor room."""
+    sets = () if again else await _retainable(agent)
+    if not sets and len(agent.settings.launch) > 1:
+        await may_load(agent, asked)
+    return sets
+
+
+async def _retainable(agent: Agent) -> tuple[ResidentSet, ...]:
+    """All sets of the newest load, where they are sound and the load was one that the others can be measured by."""
+    deadline = time.monotonic() + EXAMINED_SECONDS
+    while True:
+        newest = agent.sets.newest("target")
+        if newest is None or not newest.record.contents or not agent.sets.whole(newest):
+            return ()
+        sets = tuple(s for s in agent.sets if s.id in newest.record.companions)
+        if any(s.damage or s.record.configuration != agent.settings.kinship for s in sets):
+            return ()
+        left = deadline - time.monotonic()
+        if not any(s.suspect for s in sets):
+            return sets
+        if left <= 0:
+            return ()
+        await agent.changes.wait(left)
+
+
 async def may_load(agent: Agent, asked: bool) -> None:
     """Raise InUse where engines use this rank's weights and nobody ``asked`` for a second copy beside them."""
     if asked:
@@ -166,9 +196,17 @@ async def may_load(agent: Agent, asked: bool) -> None:
     if len(agent.sets) and agent.settling:
         # Who uses what was adopted says so in the next seconds.
         await asyncio.sleep(agent.settling)
-    if engines := sum(len(resident.leases) for resident in agent.sets):
-        using = f"{engines} engine{'s use' if engines > 1 else ' uses'} its weights"
-        raise InUse(f"{using}, and a load for all ranks needs room beside them: `wcache load` does it nevertheless")
+    if using := in_use(agent):
+        raise InUse(using)
+
+
+def in_use(agent: Agent) -> str:
+    """Why engines would be disturbed by another copy of their weights beside them; an empty text if there are none."""
+    engines = sum(len(resident.leases) for resident in agent.sets)
+    if not engines:
+        return ""
+    using = f"{engines} engine{'s use' if engines > 1 else ' uses'} its weights"
+    return f"{using}, and a load for all ranks needs room beside them: `wcache load` does it nevertheless"
 
 
 async def make_room(agent: Agent, production: Production) -> None:
@@ -176,7 +214,7 @@ async def make_room(agent: Agent, production: Production) -> None:
 
     Called when the loader's process of this rank is about to load, so that what fails before costs nothing.
     """
-    if production.source != "loader" or len(agent.settings.launch) == 1:
+    if production.source != "loader" or production.retained or len(agent.settings.launch) == 1:
         return
     if agent.settling:
         await asyncio.sleep(agent.settling)
@@ -190,7 +228,7 @@ async def follow(agent: Agent, production: Production) -> None:
     try:
         connection = await call(RankPaths(agent.settings.paths.directory, leader))
         try:
-            request = Lead(agent.settings.rank, production.asked)
+            request = Lead(agent.settings.rank, production.asked, production.again)
             asking = asyncio.ensure_future(ask(connection, request, Done, LEAD_SECONDS))
             answered = asyncio.Event()
             asking.add_done_callback(lambda _: answered.set())

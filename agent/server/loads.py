@@ -34,10 +34,11 @@ OTHERS_SECONDS = 1.0
 SAMPLE_SECONDS = 5.0
 
 
-def begin(agent: Agent, asked: bool = False) -> Production:
+def begin(agent: Agent, asked: bool = False, again: bool = False) -> Production:
     """Start loading the configured model. Raises what stands in the way: ConfigError, Empty, LoadFailed (back-off).
 
     ``asked`` means that somebody wants this load: it then takes place beside engines that use the other ranks.
+    ``again`` means that ranks which hold their weights load them, too.
     """
     settings = agent.settings
     if agent.leaving:
@@ -52,7 +53,7 @@ def begin(agent: Agent, asked: bool = False) -> Production:
         raise LoadFailed(f"the last load failed, the next try is allowed in {left:.0f} s: {agent.failure.message}")
     agent.forget_failure()
     production = agent.start("loader", secrets.token_hex(8))
-    production.asked = asked
+    production.asked, production.again = asked, again
     leads = settings.launch[0] == settings.rank
     job = agent.spawn(_run(agent, production, set(agent.jobs)) if leads else follow(agent, production))
     agent.jobs.add(job)
@@ -117,6 +118,7 @@ async def _start(agent: Agent, production: Production, launch: Launch) -> Child:
         *("--group", production.group),
         *("--arena-bytes", str(memory.arena_bytes)),
         *(("--unproven", "check") if settings.config.policy.unproven == "check" else ()),
+        *(("--anew",) if production.again else ()),
         *(("--node", str(node), *meeting, "--meet-seconds", f"{deployment.meet_seconds:g}") if several else ()),
         *("--", *arguments, *deployment.arguments(node)),
     ]

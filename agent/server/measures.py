@@ -32,7 +32,9 @@ class Measures:
         """An engine that used what is resident is gone."""
         self._leased_at = time.time()
 
-    def load_ended(self, production: Production, result: Literal["published", "failed", "given-up"]) -> None:
+    def load_ended(
+        self, production: Production, result: Literal["published", "retained", "failed", "given-up"]
+    ) -> None:
         """A load is decided."""
         self._loads[f"{production.source}:{result}"] += 1
         if result == "published":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from weightcache.server.connection import Connection
     from weightcache.server.leases import Lease
     from weightcache.server.peers import Peer
-    from weightcache.server.sets import Staged
+    from weightcache.server.sets import ResidentSet, Staged
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +42,8 @@ class Production:
         self.group = group
         self.published_as = group
         """The group that the sets belong to; a publisher may know better than whoever asked for the load."""
+        self.named = group
+        """The launch's own name, by its publisher."""
         self.token = secrets.token_hex(16)
         self.started = time.monotonic()
         self.alive_at = self.started
@@ -57,6 +59,12 @@ class Production:
         """The other ranks that take part, for a leader."""
         self.asked = False
         """Whether somebody asked for exactly this, and not only for weights."""
+        self.again = False
+        """Whether everything is to be loaded anew, whatever ranks hold."""
+        self.retained: tuple[ResidentSet, ...] = ()
+        """What this rank goes on with where the launch brings back what other ranks lost."""
+        self.rejoining: dict[str, str] = {}
+        """What this rank's sets have to hold, by role, to belong to the group that it lost them of."""
         self.committed = False
         self.error: ErrorInfo | None = None
         self._dispose = dispose

@@ -1,4 +1,7 @@
-"""The publish conversation: Begin, then any number of Progress and Publish, then Commit or Abort."""
+"""The publish conversation: Begin, then any number of Progress and Publish, then Commit or Abort.
+
+A rank of a launch may Borrow what its agent holds, and end with Retain; Rejoin and Anew say what the ranks agreed on.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,24 @@ from typing import TYPE_CHECKING
 from weightcache import manifest, protocol
 from weightcache.errors import PermissionRefused, ProtocolError, WeightcacheError
 from weightcache.memory import memfd
-from weightcache.protocol import Abort, Accepted, Begin, Commit, Committed, ErrorInfo, Progress, Publish, Published
+from weightcache.protocol import (
+    Abort,
+    Accepted,
+    Anew,
+    Begin,
+    Borrow,
+    Commit,
+    Committed,
+    ErrorInfo,
+    Progress,
+    Publish,
+    Published,
+    Rejoin,
+    Retain,
+)  # fmt: skip
+from weightcache.server import retention
 from weightcache.server.connection import PeerLeft
-from weightcache.server.launch import make_room
+from weightcache.server.launch import in_use, make_room
 from weightcache.server.sets import Staged
 from weightcache.transport import MAX_FDS
 
@@ -39,7 +57,7 @@ async def serve(agent: Agent, connection: Connection) -> None:
     error: ErrorInfo | None = None
     try:
         await make_room(agent, production)
-        await connection.send(Accepted())
+        await connection.send(Accepted(bool(production.retained), "" if production.asked else in_use(agent)))
         while await _step(agent, production, connection):
             pass
     except WeightcacheError as problem:
@@ -61,7 +79,7 @@ def _claim(agent: Agent, begin: Begin, connection: Connection) -> Production:
         raise ProtocolError(f"{begin.group[:80]!r} is no name of a launch")
     production.claimed = True
     production.publisher = connection
-    production.published_as = begin.group
+    production.published_as = production.named = begin.group
     return production
 
 
@@ -87,9 +105,21 @@ async def _step(agent: Agent, production: Production, connection: Connection) ->
             production.advance(progress)
             await asyncio.sleep(0)  # a flood of reports must not keep the event loop to itself
             return True
-        case Publish(info):
-            await connection.send(Published(await _stage(agent, production, info, fds)))
+        case Publish(info, contents):
+            await connection.send(Published(await _stage(agent, production, info, fds, contents)))
             return True
+        case Borrow():
+            await retention.borrow(production, connection, message)
+            return True
+        case Rejoin():
+            await retention.rejoin(agent, production, connection, message)
+            return True
+        case Anew():
+            await retention.anew(agent, production, connection)
+            return True
+        case Retain():
+            await retention.retain(agent, production, connection, message)
+            return False
         case Commit(count):
             await _commit(agent, production, connection, count)
             return False
@@ -99,15 +129,18 @@ async def _step(agent: Agent, production: Production, connection: Connection) ->
     raise ProtocolError(f"{type(message).__name__} does not belong on the publish socket")
 
 
-async def _stage(agent: Agent, production: Production, info: protocol.SetInfo, fds: tuple[int, ...]) -> str:
+async def _stage(
+    agent: Agent, production: Production, info: protocol.SetInfo, fds: tuple[int, ...], contents: tuple[str, ...]
+) -> str:
     try:
         taken = [staged.info.role for staged in production.staged]
-        await asyncio.to_thread(check, info, fds, taken, agent.settings.config.memory.backend)
+        body = await asyncio.to_thread(check, info, fds, taken, agent.settings.config.memory.backend)
+        retention.check(agent, production, info, body, contents)
         _require_current(agent, production)
     except BaseException:
         agent.dispose(fds)
         raise
-    staged = Staged(agent.sets.new_id(), info, fds)
+    staged = Staged(agent.sets.new_id(), info, fds, contents)
     production.staged.append(staged)
     return staged.id
 
@@ -133,8 +166,11 @@ def _require_current(agent: Agent, production: Production) -> None:
         raise ProtocolError("this load is over")
 
 
-def check(info: protocol.SetInfo, fds: tuple[int, ...], taken: list[str], backend: str) -> None:
-    """Raise ProtocolError unless the descriptors are what ``info`` says. Device memory is opaque to the agent."""
+def check(info: protocol.SetInfo, fds: tuple[int, ...], taken: list[str], backend: str) -> bytes:
+    """The manifest as it is stored. Raises ProtocolError unless the descriptors are what ``info`` says.
+
+    Device memory is opaque to the agent.
+    """
     if not _ROLE.fullmatch(info.role) or info.role in taken or info.role != info.fingerprint.role:
         raise ProtocolError(f"a set of the role {info.role[:40]!r}, which is unknown, taken or not the fingerprint's")
     if len(protocol.encode(Publish(info))) > MAX_DESCRIPTION + 120 * len(info.arenas):
@@ -146,10 +182,12 @@ def check(info: protocol.SetInfo, fds: tuple[int, ...], taken: list[str], backen
             raise ProtocolError(f"arena {number} of {arena.bytes} bytes uses {arena.used}")
         if backend == "host":
             _check_memfd(number, fds[1 + number], arena.bytes)
-    content = manifest.decode(memfd.read_sealed(fds[0], manifest.MAX_BYTES))
+    body = memfd.read_sealed(fds[0], manifest.MAX_BYTES)
+    content = manifest.decode(body)
     used = sum(arena.used for arena in info.arenas)
     if content.bytes > used:
         raise ProtocolError(f"a manifest of {content.bytes} bytes over arenas that use {used}")
+    return body
 
 
 def _check_memfd(number: int, fd: int, size: int) -> None:

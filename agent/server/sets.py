@@ -30,6 +30,7 @@ class Staged:
     info: SetInfo
     fds: tuple[int, ...]
     """The manifest, then the arenas, in order."""
+    contents: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Record:
 
     ``version`` counts from 1 for each role; ``published_at`` is seconds since the epoch; ``backend`` and ``gpu`` say
     where the memory is, whatever a later configuration says; ``companions`` are the ids of all sets of the same commit;
-    ``group`` names the launch that loaded them, the same on all its ranks.
+    ``group`` names the launch that loaded them, the same on all its ranks; ``contents`` are what all of these hold in
+    this role, in their order, and ``configuration`` is what their agents had in common (none where it is not known).
     """
 
     schema: int
@@ -51,6 +53,8 @@ class Record:
     companions: tuple[str, ...]
     group: str
     info: SetInfo
+    contents: tuple[str, ...] = ()
+    configuration: str = ""
 
 
 class Complete(NamedTuple):

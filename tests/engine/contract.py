@@ -35,6 +35,7 @@ from weightcache.engine import (
     adapter_phases as traced,
     adapter_server,
     adapter_slot,
+    adapter_together,
     adapter_warm,
     evidence,
     gate,
@@ -196,6 +197,27 @@ def signatures() -> Iterator[str]:
         yield f"HookRegistry.register takes {parameters(HookRegistry.register)}"
     if not hasattr(HookType, "AROUND") or not callable(HookRegistry.apply_hooks):
         yield "HookRegistry has no AROUND hooks"
+
+
+def ranks_alone() -> Iterator[str]:
+    """By what a rank waits for others: all of it is known, so that one can be kept from it."""
+    cls = resolve(adapter_together.COORDINATOR)
+    public = {name for name, found in vars(cls).items() if inspect.isfunction(found) and not name.startswith("_")}
+    if unknown := public - {*adapter_together.METHODS, *adapter_together.HARMLESS}:
+        yield f"GroupCoordinator waits for others in {sorted(unknown)}"
+    absent = {"send_recv_tensor_dict"} if adapter.version() == "0.5.17" else set()
+    if absent != set(adapter_together.METHODS) - public:
+        yield f"GroupCoordinator lacks {sorted(set(adapter_together.METHODS) - public)}"
+    if "self.world_size = " not in inspect.getsource(cls.__init__):
+        yield "GroupCoordinator has no world_size"
+    if missing := [name for name in adapter_together.FUNCTIONS if not callable(getattr(torch.distributed, name, None))]:
+        yield f"torch.distributed lacks {missing}"
+    with adapter_together.alone():
+        try:
+            cls.all_reduce(SimpleNamespace(world_size=2), torch.ones(1))
+            yield "a rank that is alone reduces with others"
+        except adapter_together.NeedsOthers:
+            pass
 
 
 def start_phases() -> Iterator[str]:
@@ -557,7 +579,7 @@ def main() -> int:
     """Print what was found."""
     checks = (
         warm_workers, imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods,
-        start_phases, kv_memory, slots, uvicorn_server,
+        ranks_alone, start_phases, kv_memory, slots, uvicorn_server,
     )  # fmt: skip
     problems = [problem for check in checks for problem in check()]
     options = set(parser()._option_string_actions)

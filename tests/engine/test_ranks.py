@@ -52,6 +52,19 @@ def leased(agents: list[Agent]) -> set[int]:
     return set(pids)
 
 
+def bring_back(agents: list[Agent]) -> None:
+    """The second agent loses its weights, and has them loaded again: the first one's rank goes on with its own."""
+    inodes, published = agents[0].inodes(), agents[0].text().count("published set")
+    agents[1].stop()
+    agents[1].start()
+    assert agents[1].status().sets == ()
+    agents[1].load()
+    assert agents[0].inodes() == inodes
+    log = agents[0].text()
+    assert log.count("published set") == published + 1, log[-4000:]
+    assert "this rank goes on with its target weights of load" in log
+
+
 def test_all_ranks_or_none(sglang_version: str, tiny_model: Path, runtime_dir: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         agents = [stack.enter_context(Agent(runtime_dir, rank=rank)) for rank in RANKS]
@@ -103,4 +116,18 @@ def test_all_ranks_or_none(sglang_version: str, tiny_model: Path, runtime_dir: P
             agents[0].await_answer()
             eventually(lambda: len(agents[0].status().sets[0].leases) == 1, 20, "the lease is not renewed")
             assert engine.tokens(PROMPT) == tokens
-        assert [agent.status().sets[0].group for agent in agents] == [held.group for held in loaded]
+
+            bring_back(agents)
+            assert leased(agents[:1]) < {process.pid for process in engine.schedulers()}
+            assert engine.tokens(PROMPT) == tokens
+        again = [agent.status().sets for agent in agents]
+        assert [[(held.group, held.digest) for held in sets] for sets in again] == [
+            [(held.group, held.digest)] for held in loaded
+        ]
+        assert [sets[0].id == held.id for sets, held in zip(again, loaded, strict=True)] == [True, False]
+
+        engine = two_ranks(where, tiny_model, tmp_path / "brought-back")
+        with support.until_decided(engine, RANKS) as lines:
+            for line in lines:
+                assert "attached set" in line
+            assert leased(agents) == {process.pid for process in engine.schedulers()}

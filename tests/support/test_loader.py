@@ -12,7 +12,7 @@ its path. What it does is chosen by its environment, that is by ``[loader] envir
     WCTEST_ROLES        the sets to publish, default target
     WCTEST_ARENAS       sizes of each set's arenas in bytes, default 65536,65536
     WCTEST_FINGERPRINT  a JSON object of fields that differ from ``fingerprint()``
-    WCTEST_SEED         another number makes other bytes
+    WCTEST_SEED         another number makes other bytes; so does one in the file ``seed`` of WCTEST_GATES, where it is
 
 At a gate, too, the loader ends when the agent does.
 """
@@ -23,19 +23,25 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import mmap
+import multiprocessing
 import os
 import random
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from weightcache import manifest, protocol, transport
 from weightcache.client import Conversation
+from weightcache.content import content_of
+from weightcache.errors import WeightcacheError
 from weightcache.fingerprint import Fingerprint
+from weightcache.loader import standing
+from weightcache.loader.standing import Loaded, Plan, Standing
 from weightcache.memory import memfd
 from weightcache.paths import RankPaths
 from weightcache.protocol import ArenaInfo, LoadProgress, SetInfo
@@ -138,10 +144,10 @@ def make(print_: Fingerprint, sizes: Sequence[int] = ARENAS, seed: int = 0, mode
     return Made(info, tuple(fds))
 
 
-def publish(conversation: Conversation, made: Made) -> str:
+def publish(conversation: Conversation, made: Made, contents: tuple[str, ...] = ()) -> str:
     """Publish one set and close its descriptors; returns its id."""
     try:
-        conversation.send(protocol.Publish(made.info), made.fds)
+        conversation.send(protocol.Publish(made.info, contents), made.fds)
         answer, _ = conversation.receive()
     finally:
         transport.close_all(made.fds)
@@ -200,7 +206,7 @@ def load(args: argparse.Namespace) -> int:
     token = os.environ["WEIGHTCACHE_TOKEN"]
     if len(agents) > 1:
         return _together(args, agents, dict(entry.split("=") for entry in token.split(",")), mode, sizes)
-    _load_rank(args, agents[0], "0" * 32 if mode == "bad-token" else token, mode, sizes, lambda: None)
+    _load_rank(args, agents[0], "0" * 32 if mode == "bad-token" else token, mode, sizes, Ranks(1))
     if mode == "linger":
         stop_for_ever()
     if mode == "leave-child" and os.fork() == 0:
@@ -215,13 +221,14 @@ def _together(
     import multiprocessing.connection
 
     apart = multiprocessing.get_context("fork")
-    barrier = apart.Barrier(len(agents))
+    ranks = Ranks(len(agents))
 
     def run(agent: int) -> None:
         global SUFFIX
         SUFFIX = f"-{agent}"
         wrong = mode if os.environ.get("WCTEST_RANK", str(agent)) == str(agent) else ""
-        _load_rank(args, agent, tokens[str(agent)], wrong, sizes, barrier.wait)
+        ranks.own = agents.index(agent)
+        _load_rank(args, agent, tokens[str(agent)], wrong, sizes, ranks)
 
     running = [apart.Process(target=run, args=(agent,), daemon=True) for agent in agents]
     for process in running:
@@ -237,15 +244,109 @@ def _together(
     return 0
 
 
-def _load_rank(
-    args: argparse.Namespace, agent: int, token: str, mode: str, sizes: list[int], agree: Callable[[], object]
-) -> None:
+class Ranks:
+    """The ranks of a launch, and how they talk to each other: a place in shared memory for each."""
+
+    PLACE = 8192
+
+    def __init__(self, count: int) -> None:
+        apart = multiprocessing.get_context("fork")
+        self.count = count
+        self.own = 0
+        self.wait = apart.Barrier(count).wait
+        self._memory = mmap.mmap(-1, count * self.PLACE)
+
+    def exchange(self, said: bytes) -> list[bytes]:
+        """What every rank says, in their order."""
+        start = self.own * self.PLACE
+        self._memory[start : start + 4 + len(said)] = len(said).to_bytes(4, "big") + said
+        self.wait()
+        places = [self._memory[rank * self.PLACE : (rank + 1) * self.PLACE] for rank in range(self.count)]
+        self.wait()
+        return [place[4 : 4 + int.from_bytes(place[:4], "big")] for place in places]
+
+
+def _stand(conversation: Conversation, anew: bool, print_: Fingerprint) -> Standing:
+    """Where this rank stands, after it has looked at what its agent lends."""
+    if anew:
+        return Standing("anew", why="everything is to be loaded again")
+    try:
+        conversation.send(protocol.Borrow(print_.role, print_))
+        lent, fds = conversation.receive(max_fds=transport.MAX_FDS)
+    except WeightcacheError as error:
+        return Standing("anew", why=error.message)
+    transport.close_all(fds)
+    if not isinstance(lent, protocol.Lent) or len(fds) != 1 + len(lent.arenas):
+        raise TypeError(f"unexpected {lent}")
+    return Standing("holds", lent.group, lent.contents)
+
+
+def _retained(conversation: Conversation, ranks: Ranks, plan: Plan) -> bool:
+    """Whether all ranks have what they lost, and this one goes on with what it holds."""
+    mine = Loaded(plan.contents[ranks.own])
+    if why := standing.misfit(plan, standing.contents(ranks.exchange(standing.encode(mine)))):
+        _anew(conversation, plan, why)
+        return False
+    ranks.wait()
+    conversation.request(protocol.Retain(plan.group), protocol.Committed)
+    return True
+
+
+def _contents(conversation: Conversation, ranks: Ranks, plan: Plan, made: Sequence[Made]) -> list[tuple[str, ...]]:
+    """What all ranks have, for each set: if it is what was lost, or after all have loaded anew."""
+    own = [content_of(each.info, os.pread(each.fds[0], manifest.MAX_BYTES, 0)) for each in made]
+    if plan.group:
+        mine = Loaded(own[0])
+        if not (why := standing.misfit(plan, standing.contents(ranks.exchange(standing.encode(mine))))):
+            return [plan.contents]
+        _anew(conversation, plan, why)
+    heard = [ranks.exchange(standing.encode(Loaded(content))) for content in own]
+    return [tuple(loaded.content for loaded in standing.contents(each)) for each in heard]
+
+
+def _anew(conversation: Conversation, plan: Plan, why: str) -> None:
+    try:
+        plan.require_room(why)
+    except WeightcacheError as error:
+        conversation.send(protocol.Abort(error.code, error.message))
+        sys.exit(1)
+    conversation.request(protocol.Anew(), protocol.Accepted, 30.0)
+
+
+def _seed() -> int:
+    folder = os.environ.get("WCTEST_GATES")
+    if folder and (Path(folder) / "seed").exists():
+        return int((Path(folder) / "seed").read_text())
+    return int(os.environ.get("WCTEST_SEED", "0"))
+
+
+def _load_rank(args: argparse.Namespace, agent: int, token: str, mode: str, sizes: list[int], ranks: Ranks) -> None:
     conversation = Conversation(RankPaths(args.socket_dir, agent).publish)
-    conversation.request(protocol.Begin("loader", args.group, token), protocol.Accepted, 30.0)
+    begun = conversation.request(protocol.Begin("loader", args.group, token), protocol.Accepted, 30.0)
     reach("begun", conversation)
     roles = os.environ.get("WCTEST_ROLES", "target").split(",")
     changes = json.loads(os.environ.get("WCTEST_FINGERPRINT", "{}"))
-    seed = int(os.environ.get("WCTEST_SEED", "0"))
+    seed = _seed()
+    plan = Plan()
+    if ranks.count > 1:
+        mine = _stand(conversation, args.anew, fingerprint(**changes)) if begun.holds or args.anew else Standing("lost")
+        mine = dataclasses.replace(mine, in_use=begun.in_use)
+        try:
+            plan = standing.decide(standing.standings(ranks.exchange(standing.encode(mine))))
+        except WeightcacheError as error:
+            conversation.send(protocol.Abort(error.code, error.message))
+            sys.exit(1)
+        if plan.group and mine.kind == "holds":
+            reach("waiting", conversation)
+            if _retained(conversation, ranks, plan):
+                return
+            plan = Plan()
+        elif plan.group:
+            rejoin = protocol.Rejoin(plan.group, "target", plan.contents[ranks.own])
+            conversation.request(rejoin, protocol.Accepted, 30.0)
+        elif begun.holds:
+            conversation.request(protocol.Anew(), protocol.Accepted, 30.0)
+        os.write(1, f"rank {agent} loads, {'alone' if plan.group else 'with all'}\n".encode())  # in one piece
     total = len(roles) * sum(sizes)
     conversation.send(protocol.Progress(LoadProgress("loading", 0, total, 0.0)))
     conversation.send(protocol.Progress(LoadProgress("loading", total // 2, total, 0.1)))
@@ -258,12 +359,18 @@ def _load_rank(
         stop_for_ever()
     if mode in ("hang", "deaf"):
         stop_for_ever(deaf=mode == "deaf")
-    for number, role in enumerate(roles):
-        publish(conversation, make(fingerprint(**(changes | {"role": role})), sizes, seed + number, mode))
+    sets = [
+        make(fingerprint(**(changes | {"role": role})), sizes, seed + number, mode) for number, role in enumerate(roles)
+    ]
+    contents: list[tuple[str, ...]] = [()] * len(sets)
+    if ranks.count > 1:
+        contents = _contents(conversation, ranks, plan, sets)
+    for number, made in enumerate(sets):
+        publish(conversation, made, contents[number])
         conversation.send(protocol.Progress(LoadProgress("publishing", (number + 1) * sum(sizes), total, 0.2)))
         reach("staged", conversation)
     reach("complete", conversation)
-    agree()
+    ranks.wait()
     reach("agreed", conversation)
     conversation.request(protocol.Commit(len(roles) + (mode == "wrong-count")), protocol.Committed)
     reach("committed", conversation)
@@ -310,6 +417,7 @@ def main() -> int:
     loading.add_argument("--group", required=True)
     loading.add_argument("--arena-bytes", type=int, required=True)
     loading.add_argument("--unproven", default="refuse")
+    loading.add_argument("--anew", action="store_true")
     for option in ("--node", "--nodes", "--meet-port", "--meet-seconds"):
         loading.add_argument(option)
     loading.add_argument("arguments", nargs="*")

@@ -101,15 +101,17 @@ def test_an_agent_killed_in_the_middle_of_the_launch(ranks: tuple[Rank, Rank], k
     assert launches(ranks) == 2
 
 
-def test_a_rank_that_was_stopped_is_loaded_with_all(ranks: tuple[Rank, Rank]) -> None:
-    """What an engine uses stays for it; the launch replaces what nobody uses."""
+def test_a_rank_that_was_stopped_gets_its_weights_back(ranks: tuple[Rank, Rank]) -> None:
+    """The other one, whose agent was restarted since the load, goes on with what it holds, and so does its engine."""
     ranks[1].ready()
     group = resident(ranks)
+    ranks[0].killed()
+    (before,) = ranks[0].status().sets
     ranks[0].machine.systemctl("stop", ranks[1].service)
-    with ranks[0].attach(fingerprint(), wait=0.0):
+    with ranks[0].attach(fingerprint(), wait=0.0) as engine:
         with ranks[1].public() as asking:
             asking.request(Load(20.0), Loaded, 30.0)
-        eventually(lambda: len(ranks[0].status().sets) == 2, lambda: ranks[0].status())
-        assert group in [held.group for held in ranks[0].status().sets]
-    eventually(lambda: len(ranks[0].status().sets) == 1, lambda: ranks[0].status())
-    assert resident(ranks) != group
+        (held,) = ranks[0].status().sets
+        assert held.id == before.id
+        assert [lease.lease for lease in held.leases] == [engine.message.lease]
+        assert resident(ranks) == group

@@ -11,6 +11,7 @@ import pytest
 import weightcache
 from tests.unit.server.harness import Agent
 from tests.unit.server.kept import Kept, Managed
+from tests.unit.server.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +56,12 @@ def managed(runtime_dir: Path, named_with_sdnotify: Path) -> Iterator[Managed]:
     found = Managed(runtime_dir, named_with_sdnotify)
     yield found
     found.close()
+
+
+@pytest.fixture
+def ranks(runtime_dir: Path, named: Path) -> Iterator[Ranks]:
+    """The agents of one host, which are not started yet."""
+    made = Ranks(runtime_dir, named)
+    made.configure()
+    yield made
+    made.close()
