@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from weightcache.engine import adapter, adapter_kv as sglang, adapter_slot
-from weightcache.errors import NoRoom, UsageError, WeightcacheError
+from weightcache.errors import UsageError, WeightcacheError
 from weightcache.memory.cuda_backed import CudaBacked
 from weightcache.memory.cuda_vmm import CudaMemory
 from weightcache.standby import files
@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 PLAN_BYTE = 1 << 20
 """Of the lock file: who measures."""
 MEASURE_SECONDS = 300.0
-RETRY_SECONDS = 0.005
-"""Memory of a process that died is free when it is gone, or a moment later."""
 POLL_SECONDS = 0.1
 _ENDLESS, _ACTIVE = -1, -2
 _PROBLEMS = {
@@ -96,17 +94,12 @@ class KvBuffers:
         """Bytes of memory behind the buffers now."""
         return self._backed.backed
 
-    def take(self, deadline: float) -> None:
-        """Have memory for all tokens before ``deadline`` (time.monotonic()). Raises NoRoom or DeviceUnavailable."""
-        while True:
-            try:
-                self._backed.back(self._final)
-            except NoRoom:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(RETRY_SECONDS)
-            else:
-                return
+    def take(self, deadline: float) -> float:
+        """Have memory for all tokens before ``deadline`` (time.monotonic()); the seconds that this waited for some.
+
+        Raises NoRoom or DeviceUnavailable.
+        """
+        return self._backed.back(self._final, deadline)
 
     def give_back(self) -> None:
         """Give back all memory but that of the first tokens. Raises DeviceUnavailable."""
@@ -146,10 +139,13 @@ class ParkedMemory:
 
 def take(seconds: float) -> int:
     """Have memory behind all pools of this process within ``seconds``; bytes. Raises a WeightcacheError."""
-    deadline = time.monotonic() + seconds
-    for buffers in KvBuffers.made:
-        buffers.take(deadline)
-    return sum(buffers.backed_bytes for buffers in KvBuffers.made)
+    begin = time.monotonic()
+    waited = sum(buffers.take(begin + seconds) for buffers in KvBuffers.made)
+    found = sum(buffers.backed_bytes for buffers in KvBuffers.made)
+    took = time.monotonic() - begin
+    text = "weightcache: %.2f GB of KV memory are there after %.3f s, of which %.3f s until they were free"
+    logger.info(text, found / 1e9, took, waited)
+    return found
 
 
 def give_back() -> int:

@@ -8,12 +8,13 @@ process that is killed are free when it is gone, some 100 ms later (docs/measure
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from weightcache.errors import DeviceUnavailable
-from weightcache.memory.cuda_vmm import CudaError, _ArrayInterface
+from weightcache.memory.cuda_vmm import CudaError, _ArrayInterface, is_out_of_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 PIECE = 512 << 20
 """Bytes of one allocation at most: on an H200 larger ones take several times as long."""
+PAUSE_SECONDS = 0.002
+"""Between two attempts to have a piece of memory that somebody is giving back."""
 
 
 class CudaBacked:
@@ -51,25 +54,30 @@ class CudaBacked:
         """Bytes of memory behind all ranges."""
         return sum(entry.backed for entry in self._ranges)
 
-    def back(self, sizes: Sequence[int]) -> None:
+    def back(self, sizes: Sequence[int], deadline: float | None = None) -> float:
         """Have memory behind at least the first ``sizes[i]`` bytes of each range; its bytes are undefined.
 
-        Raises NoRoom or DeviceUnavailable; what was backed before stays as it was then, and nothing else is.
+        Memory that is not free is waited for until ``deadline`` (time.monotonic()), piece by piece: what there is, is
+        kept meanwhile, since whatever is given back has to be cleared by the driver before anybody gets it again. The
+        seconds that this waited. Raises NoRoom or DeviceUnavailable; what was backed before stays as it was then, and
+        nothing else is.
         """
         memory = self._memory
         wanted = self._within(sizes)
         done: list[tuple[_Range, int]] = []
+        waited = 0.0
         with memory.failures(DeviceUnavailable, f"cannot back {sum(wanted)} bytes of GPU addresses"), memory.current():
             try:
                 for entry, size in zip(self._ranges, wanted, strict=True):
                     if size > entry.backed:
                         done.append((entry, entry.backed))
                         while size > entry.backed:
-                            self._extend(entry, min(size - entry.backed, PIECE))
+                            waited += self._extend_by(entry, min(size - entry.backed, PIECE), deadline)
             except CudaError:
                 for entry, before in done:
                     self._cut(entry, before)
                 raise
+        return waited
 
     def give_back(self, sizes: Sequence[int]) -> None:
         """Give back the memory behind all but the first ``sizes[i]`` bytes of each range, after the device is done.
@@ -118,6 +126,22 @@ class CudaBacked:
         ):
             raise ValueError(f"sizes that are not those of the ranges: {list(sizes)}")
         return wanted
+
+    def _extend_by(self, entry: _Range, size: int, deadline: float | None) -> float:
+        """One more piece, before ``deadline``; the seconds until there was memory for it. Raises CudaError."""
+        begin = time.monotonic()
+        waited = 0.0
+        while True:
+            try:
+                self._extend(entry, size)
+            except CudaError as error:
+                now = time.monotonic()
+                if deadline is None or now >= deadline or not is_out_of_memory(error):
+                    raise
+                waited = now - begin + PAUSE_SECONDS
+                time.sleep(PAUSE_SECONDS)
+            else:
+                return waited
 
     def _extend(self, entry: _Range, size: int) -> None:
         memory = self._memory

@@ -35,6 +35,11 @@ class CudaError(Exception):
         self.name = name
 
 
+def is_out_of_memory(error: CudaError) -> bool:
+    """Whether memory may help."""
+    return error.name == _OUT_OF_MEMORY
+
+
 class Driver:
     """The driver API with results checked: ``driver.cuMemMap(...)`` returns the values or raises CudaError."""
 
@@ -134,7 +139,7 @@ class CudaWritableRegion(CudaRegion):
             try:
                 handle = memory.driver.cuMemCreate(size, memory.properties(), 0)
             except CudaError as error:
-                if error.name != _OUT_OF_MEMORY or not _give_back_cached(memory.device):
+                if not is_out_of_memory(error) or not _give_back_cached(memory.device):
                     raise
                 handle = memory.driver.cuMemCreate(size, memory.properties(), 0)
             fd = -1
@@ -278,7 +283,7 @@ class CudaMemory:
         try:
             yield
         except CudaError as error:
-            if error.name == _OUT_OF_MEMORY:
+            if is_out_of_memory(error):
                 raise NoRoom(f"{what}: GPU {self.device} is out of memory ({error})") from None
             raise kind(f"{what} ({error})") from None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.unit.memory.fake_driver import GRANULARITY, CUresult, FakeDriver
@@ -72,6 +74,43 @@ def test_without_room_nothing_changes() -> None:
     driver.free += 8 * GRANULARITY
     backed.back(ALL)
     assert backed.backed == 5 * GRANULARITY
+
+
+def test_what_there_is_is_kept_while_the_rest_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver(free=4 * GRANULARITY)
+    backed = made(driver)
+    backed.back(FIRST)
+    driver.calls.clear()
+
+    def slept(_: float) -> None:
+        driver.free += GRANULARITY
+
+    monkeypatch.setattr(cuda_backed.time, "sleep", slept)
+    assert backed.back(ALL, time.monotonic() + 20) > 0
+    assert backed.backed == 5 * GRANULARITY
+    assert "cuMemUnmap" not in driver.calls
+    assert backed.back(ALL, time.monotonic() + 20) == 0
+
+
+def test_without_room_in_time_nothing_changes() -> None:
+    driver = FakeDriver(free=4 * GRANULARITY)
+    backed = made(driver)
+    backed.back(FIRST)
+    begin = time.monotonic()
+    with pytest.raises(NoRoom, match="out of memory"):
+        backed.back(ALL, begin + 0.05)
+    assert 0.05 <= time.monotonic() - begin < 5
+    assert backed.backed == 2 * GRANULARITY == 4 * GRANULARITY - driver.free
+
+
+def test_another_failure_is_not_waited_for() -> None:
+    driver = FakeDriver(error=CUresult.CUDA_ERROR_UNKNOWN)
+    backed = made(driver)
+    backed.back(FIRST)
+    driver.fail_at = len(driver.calls) + _calls().index("cuMemCreate")
+    with pytest.raises(DeviceUnavailable, match="CUDA_ERROR_UNKNOWN"):
+        backed.back(ALL, time.monotonic() + 60)
+    assert backed.backed == 2 * GRANULARITY
 
 
 def _calls() -> list[str]:
