@@ -25,6 +25,7 @@ import pytest
 from tests.engine import support
 from tests.support.agent import eventually
 from tests.support.engine import Engine
+from tests.support.environments import NEWEST
 from tests.support.slot import MAIN, SlotLauncher
 from weightcache.engine.directive import Directive
 from weightcache.engine.private import UnixConnection
@@ -36,6 +37,9 @@ pytestmark = pytest.mark.timeout(400)
 
 SECONDS = 60.0
 PROMPT = support.PROMPTS[0]
+# A response in the background has no ignore_eos of its own, and has to be kept; 0.5.17 keeps all of them.
+_NO_END = ("--preferred-sampling-params", '{"ignore_eos": true}')
+ARGUMENTS = {"0.5.17": _NO_END, NEWEST: (*_NO_END, "--enable-response-store")}
 LONG = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True, "temperature": 0}}
 
 
@@ -55,11 +59,15 @@ class InSlot:
         return [fence.identify(pid) for rank, pid in self.launcher.pids.items() if rank != MAIN]
 
     def privately(self, method: str, path: str, body: Any = None) -> int:
+        return self.asked_privately(method, path, body)[0]
+
+    def asked_privately(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         connection = UnixConnection(Path(self.slot.private), SECONDS)
         with closing(connection):
             headers = {"Content-Type": "application/json"}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
-            return connection.getresponse().status
+            response = connection.getresponse()
+            return response.status, json.loads(response.read() or b"null")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ def two(checkpoint: Path, sglang_version: str, tmp_path_factory: pytest.TempPath
             slot = Slot(str(folder / f"{name}.channel"), str(folder / "lock"), str(folder / f"{name}.http"))
             launcher = stack.enter_context(SlotLauncher(Path(slot.channel)))
             directive = Directive("engine", "host", {}, "test", from_disk="a test", slot=slot)
-            engine = support.plain(checkpoint, logs / f"{name}.log", sglang_version)
+            engine = support.plain(checkpoint, logs / f"{name}.log", sglang_version, ARGUMENTS[sglang_version])
             engine.environment |= directive.environment()
             # As a launcher would: the port in the arguments is the one that is held.
             engine.port = port.getsockname()[1]
@@ -126,6 +134,72 @@ class Asking:
         self._thread.join(SECONDS)
         assert not self._thread.is_alive()
         return self.status
+
+
+class Streaming:
+    """A request for so many tokens, one event a token, which has begun to be answered when this returns."""
+
+    def __init__(self, engine: Engine, tokens: int) -> None:
+        self.events: list[str] = []
+        self.ended = 0.0
+        self._connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=SECONDS)
+        sampling = {**LONG["sampling_params"], "max_new_tokens": tokens}
+        body = json.dumps({**LONG, "sampling_params": sampling, "stream": True})
+        self._connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+        self._response = self._connection.getresponse()
+        assert self._response.status == 200
+        self.events.append(self._response.readline().decode())
+        self._thread = threading.Thread(target=self._take)
+        self._thread.start()
+
+    def _take(self) -> None:
+        with closing(self._connection):
+            # Raises IncompleteRead where the answer is cut off.
+            rest = self._response.read().decode()
+        self.events = [event for event in (self.events[0] + rest).splitlines() if event]
+        self.ended = time.monotonic()
+
+    def result(self) -> dict[str, Any]:
+        """What is said of the last token; the stream has ended as it should."""
+        self._thread.join(SECONDS)
+        assert self.ended
+        assert self.events[-1] == "data: [DONE]"
+        last: dict[str, Any] = json.loads(self.events[-2].removeprefix("data: "))
+        return dict(last["meta_info"])
+
+
+class Background:
+    """A response that nobody waits for, of so many tokens."""
+
+    def __init__(self, each: InSlot, tokens: int) -> None:
+        body = {"input": "Hello", "max_output_tokens": tokens, "temperature": 0}
+        model = each.engine.get("/v1/models")[1]["data"][0]["id"]
+        status, answer = each.engine.post("/v1/responses", {**body, "model": model, "background": True})
+        assert (status, answer["status"]) == (200, "queued"), answer
+        self.path = f"/v1/responses/{answer['id']}"
+
+
+def computed(answer: dict[str, Any]) -> int:
+    """How many tokens a response has; the releases have their own words for it."""
+    usage = answer["usage"]
+    return int(usage["output_tokens"] if "output_tokens" in usage else usage["completion_tokens"])
+
+
+class Idle:
+    """A connection that has had its answer and is kept."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=SECONDS)
+        self._connection.request("GET", "/model_info")
+        response = self._connection.getresponse()
+        assert response.read()
+        assert not response.will_close
+
+    def closed(self) -> float:
+        """Wait until the server closes it; when that was."""
+        with closing(self._connection):
+            assert self._connection.sock.recv(1) == b""
+        return time.monotonic()
 
 
 def begun(each: InSlot) -> int:
@@ -233,6 +307,48 @@ def test_a_request_that_does_not_end_is_aborted_and_answered(two: Two, expected:
     # And again, as if nothing had been.
     assert (a.elect().problem, a.own().problem, a.accept(two.port).problem) == ("", "", "")
     assert two.a.engine.generate(PROMPT, 32) == expected
+
+
+def test_streams_and_responses_in_the_background_end_in_time(two: Two) -> None:
+    a = two.a
+    idle = Idle(a.engine)
+    background, streaming = Background(a, 48), Streaming(a.engine, 64)
+    done = a.launcher.send_retire(SECONDS)
+    closed = idle.closed()
+    status, answer = a.asked_privately("GET", background.path)
+    assert (status, answer["status"]) == (200, "in_progress")
+    retired = done(SECONDS)
+    assert retired.problem == ""
+    said = streaming.result()
+    assert (said["finish_reason"]["type"], said["completion_tokens"]) == ("length", 64)
+    assert closed < streaming.ended
+    assert retired.seconds["abort"] < 1
+    _, answer = a.asked_privately("GET", background.path)
+    assert answer["status"] in ("completed", "incomplete"), answer
+    assert computed(answer) > 40, answer  # SGLang allows a few less than were asked for
+    assert a.launcher.accept(two.port).problem == ""
+
+
+def test_streams_and_responses_in_the_background_that_do_not_end_are_aborted(
+    two: Two, expected: str, sglang_version: str
+) -> None:
+    a = two.a
+    idle = Idle(a.engine)
+    background, streaming = Background(a, 2000), Streaming(a.engine, 2000)
+    done = a.launcher.send_retire(0.5)
+    idle.closed()
+    retired = done(SECONDS)
+    assert retired.problem == ""
+    said = streaming.result()
+    assert said["finish_reason"]["type"] == "abort"
+    assert 0 < said["completion_tokens"] < 2000
+    assert two.b.asked_privately("GET", background.path)[0] == 404
+    assert a.launcher.accept(two.port).problem == ""
+    status, answer = a.engine.get(background.path)
+    # 0.5.17 calls whatever has ended completed.
+    assert (status, answer["status"]) == (200, "completed" if sglang_version == "0.5.17" else "failed")
+    assert computed(answer) < 2000
+    assert a.engine.generate(PROMPT, 32) == expected
 
 
 def test_sigkill_frees_the_locks_and_the_other_takes_over(two: Two, expected: str) -> None:

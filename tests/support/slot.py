@@ -66,7 +66,11 @@ class SlotLauncher:
 
     def retire(self, seconds: float) -> Done:
         """Have the main process accept no more."""
-        return self.ask(MAIN, Retire(next(self._numbers), seconds))
+        return self.send_retire(seconds)(60.0)
+
+    def send_retire(self, seconds: float) -> Callable[[float], Done]:
+        """The same without waiting; call the answer to wait."""
+        return self.send(MAIN, Retire(next(self._numbers), seconds))
 
     def release(self, rank: int = 0) -> Done:
         """Have a rank give its memory up."""
