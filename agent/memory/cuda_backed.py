@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from weightcache.memory.cuda_vmm import CudaMemory
 
 
-PIECE = 512 << 20
-"""Bytes of one allocation at most: on an H200 larger ones take several times as long."""
+PIECE = 2 << 30
+"""Bytes of one allocation at most. Size matters little to the driver; that there are few calls does
+(docs/measurements.md).
+"""
 PAUSE_SECONDS = 0.002
 """Between two attempts to have a piece of memory that somebody is giving back."""
 

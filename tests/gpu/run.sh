@@ -24,6 +24,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export LOGS=${LOGS:-/tmp/weightcache-gpu} WEIGHTCACHE_MODEL=${WEIGHTCACHE_MODEL:-/tmp/weightcache-model}
 export PYTHONPATH=/tmp/weightcache-link:/tmp/site312:$here PYTHONUNBUFFERED=1 SGLANG_DISABLE_TELEMETRY=1
 export WEIGHTCACHE_FIGURES=$LOGS/figures.json
+unset PYTHONDONTWRITEBYTECODE
 mkdir -p "$LOGS"
 cd "$here"
 
@@ -38,6 +39,8 @@ setup() {
     [[ -f $WEIGHTCACHE_MODEL/config.json ]] || PYTHONPATH=$here python3 -m tests.models.make_large --like "${WEIGHTCACHE_SIZE:-8b}" "$WEIGHTCACHE_MODEL" &
     making=$!
     wait "$unpacking"
+    # As pip does when it installs: otherwise every start compiles SGLang's modules again, where caches are not written.
+    python3 -m compileall -q -j 0 /tmp/site312 >"$LOGS/compileall.log" 2>&1 || true
     wait "$making"
     python3 tests/env/link.py "$here" /tmp/weightcache-link
     python3 -m weightcache.loader doctor --backend cuda || true

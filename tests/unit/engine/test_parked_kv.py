@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.unit.memory.fake_driver import GRANULARITY, FakeDriver
 from weightcache.engine import adapter, adapter_kv, parked_kv
 from weightcache.engine.parked_kv import KvBuffers
 from weightcache.errors import NoRoom, WeightcacheError
+from weightcache.memory import cuda_backed
 from weightcache.memory.cuda_backed import CudaBacked
 from weightcache.memory.cuda_vmm import CudaMemory
 from weightcache.standby.locks import ByteLock
@@ -135,6 +137,39 @@ def test_memory_that_is_not_free_yet_is_waited_for(driver: FakeDriver) -> None:
     thread.start()
     assert parked_kv.take(20) == 2 * (TOKENS + 1) * ROW
     thread.join(5)
+
+
+def test_an_event_loop_that_never_waits_does_not_hold_it_up(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_backed, "PIECE", GRANULARITY)
+    made = buffers(layers=8, rows=16 * GRANULARITY // ROW)
+    made.finalize(16 * GRANULARITY // ROW - 1)
+    driver.free = 1000 * GRANULARITY
+    for name in ("cuMemCreate", "cuMemUnmap"):
+        call = getattr(driver, name)
+        # As the real driver's calls, it gives the interpreter away and asks for it again.
+        monkeypatch.setattr(driver, name, lambda *args, call=call: (time.sleep(1e-5), call(*args))[1])
+    stop = threading.Event()
+
+    def never_waits() -> None:
+        while not stop.is_set():
+            sum(range(100))
+
+    thread = threading.Thread(target=never_waits)
+    thread.start()
+    try:
+        before, begin = sys.getswitchinterval(), time.monotonic()
+        parked_kv.take(60)
+        parked_kv.give_back()
+        took = time.monotonic() - begin
+    finally:
+        stop.set()
+        thread.join()
+    calls = driver.calls.count("cuMemCreate") + driver.calls.count("cuMemUnmap")
+    assert calls > 400
+    assert took < calls * before / 2
+    assert sys.getswitchinterval() == before
 
 
 def test_without_room_for_the_first_tokens_nothing_is_left(driver: FakeDriver) -> None:
