@@ -14,12 +14,13 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from weightcache import manifest
+from weightcache.engine.tree import Table, Tree, look_through, name_of, on_meta, with_tensors
 from weightcache.errors import AttachFailed
 from weightcache.loader.walk import MODULE_INTERNALS, class_name
 from weightcache.manifest import Manifest, Step
@@ -50,15 +51,18 @@ def rebuild(
     base: torch.Tensor,
     others: Mapping[str, Rebuilt] | None = None,
     private: Mapping[int, torch.Tensor] | None = None,
+    tree: Tree | None = None,
 ) -> Rebuilt:
     """Bind ``body`` into ``model``; ``base`` is a uint8 tensor over the mapped range.
 
-    ``others`` holds already attached sets by role, ``private`` what copy_private made of this one (default: made here).
+    ``others`` holds already attached sets by role, ``private`` what copy_private made of this one, ``tree`` what
+    look_through made of the model as it is (default of both: made here).
     Raises AttachFailed when the trees differ; the model is then unfit.
     """
     try:
         private = copy_private(body, base) if private is None else private
-        return _Builder(model, body, base, others or {}, private).run()
+        tree = look_through(model) if tree is None else tree
+        return _Builder(model, body, base, others or {}, private, tree).run()
     except (
         ValueError,
         TypeError,
@@ -72,6 +76,24 @@ def rebuild(
         raise AttachFailed(f"the model does not fit the manifest: {type(error).__name__}: {error}") from error
 
 
+class _Form(NamedTuple):
+    """What thousands of tensors have in common: all but where they lie and how large they are.
+
+    ``as_strided`` makes a view of the mapped range (None: the bytes are this engine's own), ``cls`` is the class of a
+    parameter (None: no parameter).
+    """
+
+    dtype: torch.dtype
+    itemsize: int
+    as_strided: Callable[..., torch.Tensor] | None
+    cls: type[torch.Tensor] | None
+    requires_grad: bool
+    attributes: tuple[str, ...]
+
+
+_INLINE = manifest.Storage(0, 0, shared=False)
+
+
 class _Builder:
     def __init__(
         self,
@@ -80,21 +102,27 @@ class _Builder:
         base: torch.Tensor,
         others: Mapping[str, Rebuilt],
         private: Mapping[int, torch.Tensor],
+        tree: Tree,
     ) -> None:
         self.model = model
         self.body = body
         self.base = base
         self.others = others
+        self.tree = tree
         self.modules: list[nn.Module] = []
         self.paths: dict[str, nn.Module] = {"": model}
         # What each module holds, by its row: a module's dict is looked into once, since thousands of them fit no cache.
-        self.own: list[dict[str, Any]] = []
-        self.parameters: list[dict[str, Any]] = []
-        self.buffers: list[dict[str, Any]] = []
+        self.own: list[Table] = []
+        self.parameters: list[Table] = []
+        self.buffers: list[Table] = []
+        # The places that could hold something on meta in the end; None: all that the modules have are looked at.
+        self.suspects: list[tuple[Table, str]] | None = None
         self.tensors: list[torch.Tensor | None] = [None] * len(body.tensors)
         self.private = private
-        # By its dtype's name, the whole range as elements of that type: its as_strided and the bytes of an element.
-        self.typed: dict[str, tuple[Callable[..., torch.Tensor], int]] = {}
+        # By dtype, as_strided of the whole range as elements of that type.
+        self.typed: dict[torch.dtype, Callable[..., torch.Tensor]] = {}
+        # What the columns that repeat say, by what they say and the class of the tensor that is replaced.
+        self.forms: dict[tuple[object, ...], _Form] = {}
 
     def run(self) -> Rebuilt:
         self._resolve_modules()
@@ -123,13 +151,19 @@ class _Builder:
         return Rebuilt(tuple(self.modules), self.paths, tuple(self.tensors))
 
     def _resolve_modules(self) -> None:
+        tree = self.tree
+        if tree.is_of(self.body.modules):  # then every path leads where it should, and no module is missing or left
+            self.modules, self.paths = tree.modules, tree.by_path
+            self.own, self.parameters, self.buffers = tree.own, tree.parameters, tree.buffers
+            self.suspects = list(tree.on_meta)
+            return
         known = self.paths
         elsewhere: list[tuple[Sequence[str], nn.Module]] = []
         children: list[dict[str, nn.Module | None]] = []
         for paths, cls, external in self.body.modules:
             path = paths[0]
             module = self._external_module(external) if external else self._submodule(path)
-            if _name_of(type(module)) != cls:
+            if name_of(type(module)) != cls:
                 raise AttachFailed(
                     f"the module {path or 'at the root'} is a {class_name(type(module))} here and a {cls} in the set"
                 )
@@ -198,13 +232,13 @@ class _Builder:
 
     def _fill_slots(self) -> None:
         """Nearly all of thousands are a parameter in the place of one, which takes two look-ups."""
-        parameters = self.parameters
+        parameters, make, parameter = self.parameters, self._tensor, manifest.PARAMETER
         for slot in self.body.slots:
             index, place, steps, row, external = slot
-            if place == manifest.PARAMETER and len(steps) == 1 and not external:
+            if place == parameter and len(steps) == 1 and not external:
                 table, name = parameters[index], steps[0][1]
                 if name in table:
-                    table[name] = self._tensor(row, table[name])
+                    table[name] = make(row, table[name])
                     continue
             self._fill(slot)
 
@@ -231,16 +265,27 @@ class _Builder:
         if (made := self.tensors[index]) is not None:
             return made
         row = self.body.tensors[index]
-        kind, cls, requires_grad, attributes = row[5:]
-        tensor = self._data(row)
-        if kind == "parameter":
-            tensor = _make_subclass(_parameter_class(cls, old), tensor, requires_grad)
+        storage, offset, shape, stride = row[:4]
+        start, size, shared = self.body.storages[storage] if storage >= 0 else _INLINE
+        key = row[4:], type(old), shared
+        dtype, itemsize, as_strided, cls, requires_grad, attributes = self.forms.get(key) or self._form(row, old, key)
+        if as_strided is None:
+            tensor = self._own_data(row, dtype)
+        elif (offset + _extent(shape, stride)) * itemsize > size:
+            raise ValueError(f"a tensor that leaves its storage: {row}")
+        else:
+            # One call a tensor: hundreds of them are most of what an attach does on the host.
+            tensor = as_strided(shape, stride, start // itemsize + offset)
+        if cls is not None:
+            tensor = _make_subclass(cls, tensor, requires_grad)
         elif requires_grad:
             tensor.requires_grad_()
         if attributes:
             held = getattr(old, "__dict__", {})
+            given = tensor.__dict__
             try:
-                tensor.__dict__.update({name: held[name] for name in attributes})
+                for name in attributes:
+                    given[name] = held[name]
             except KeyError as error:
                 raise AttachFailed(
                     f"a tensor of the set carries the attribute {error}, which this model does not make"
@@ -248,25 +293,22 @@ class _Builder:
         self.tensors[index] = tensor
         return tensor
 
-    def _data(self, row: manifest.Tensor) -> torch.Tensor:
-        index, offset, shape, stride, dtype = row[:5]
-        if index < 0:
-            raw = bytearray(self.body.inline[-index - 1])
-            flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
-            return view(flat.clone(), 0, shape, stride, dtype_of(dtype))
-        start, size, shared = self.body.storages[index]
-        if not shared:
-            return view(self.private[index], offset * dtype_of(dtype).itemsize, shape, stride, dtype_of(dtype))
-        as_strided, itemsize = self.typed.get(dtype) or self._as(dtype)
-        if (offset + _extent(shape, stride)) * itemsize > size:
-            raise ValueError(f"a tensor that leaves its storage: {row}")
-        # One call a tensor: hundreds of them are most of what an attach does on the host.
-        return as_strided(shape, stride, start // itemsize + offset)
+    def _own_data(self, row: manifest.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Of a tensor whose bytes belong to this engine."""
+        if row.storage >= 0:
+            return view(self.private[row.storage], row.offset * dtype.itemsize, row.shape, row.stride, dtype)
+        raw = bytearray(self.body.inline[-row.storage - 1])
+        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
+        return view(flat.clone(), 0, row.shape, row.stride, dtype)
 
-    def _as(self, name: str) -> tuple[Callable[..., torch.Tensor], int]:
-        dtype = dtype_of(name)
-        made = self.typed[name] = (self.base.view(dtype).as_strided, dtype.itemsize)
-        return made
+    def _form(self, row: manifest.Tensor, old: object, key: tuple[object, ...]) -> _Form:
+        dtype = dtype_of(row.dtype)
+        as_strided = None
+        if row.storage >= 0 and self.body.storages[row.storage].shared:
+            as_strided = self.typed.get(dtype) or self.typed.setdefault(dtype, self.base.view(dtype).as_strided)
+        cls = _parameter_class(row.cls, old) if row.kind == "parameter" else None
+        form = self.forms[key] = _Form(dtype, dtype.itemsize, as_strided, cls, row.requires_grad, row.attributes)
+        return form
 
     def _assign(self, module: nn.Module, steps: Sequence[Step], value: object) -> None:
         holder = _value(module, steps[:-1])
@@ -281,8 +323,11 @@ class _Builder:
         if kind == "attr":
             if isinstance(holder, nn.Module):
                 _check_name(str(step), allowed="training")
-                _clear(holder, str(step), keep=vars(holder))
-                vars(holder)[str(step)] = value
+                own = vars(holder)
+                _clear(holder, str(step), keep=own)
+                own[str(step)] = value
+                if self.suspects is not None and isinstance(value, torch.Tensor):
+                    self.suspects.append((own, str(step)))
             else:
                 object.__setattr__(holder, str(step), value)
         elif isinstance(holder, list | dict | deque):
@@ -341,17 +386,14 @@ class _Builder:
 
     def _nothing_left_on_meta(self) -> None:
         """What construction made is in the manifest, slot by slot; this catches a construction that made more here."""
-        tables = [*filter(None, self.parameters), *filter(None, self.buffers)]
-        # Thousands of attributes, hardly a tensor among them: their few types are looked at first, in one go.
-        held = itertools.chain.from_iterable(map(dict.values, self.own))
-        if any(map(_is_tensor_class, set(map(type, held)))):
-            tables += self.own
-        for table in tables:
-            for name, value in table.items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    raise AttachFailed(f"the set brings no value for {self._path_of(table)}{name}")
+        if self.suspects is None:
+            self.suspects = on_meta([*self.parameters, *self.buffers, *with_tensors(self.own)])
+        for table, name in self.suspects:
+            value = table.get(name)
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise AttachFailed(f"the set brings no value for {self._path_of(table)}{name}")
 
-    def _path_of(self, table: dict[str, Any]) -> str:
+    def _path_of(self, table: Table) -> str:
         for row, *held in zip(self.body.modules, self.parameters, self.buffers, self.own, strict=True):
             if any(table is one for one in held):
                 return f"{row.paths[0]}." if row.paths[0] else ""
@@ -361,17 +403,8 @@ class _Builder:
 _make_subclass: Callable[[type[torch.Tensor], torch.Tensor, bool], torch.Tensor] = torch.Tensor._make_subclass
 
 
-_name_of: Callable[[type], str] = functools.cache(class_name)
-"""Made once for each class: a model has thousands of modules of few classes."""
-
-
 _extent: Callable[[tuple[int, ...], tuple[int, ...]], int] = functools.cache(extent)
 """Computed once for each shape: the layers of a model have the same few."""
-
-
-@functools.cache
-def _is_tensor_class(cls: type) -> bool:
-    return issubclass(cls, torch.Tensor)
 
 
 _MAKERS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
@@ -462,7 +495,7 @@ def _parameter_class(name: str, old: object) -> type[torch.Tensor]:
 
     Nothing is imported by name: a manifest is data.
     """
-    if isinstance(old, torch.Tensor) and _name_of(type(old)) == name:
+    if isinstance(old, torch.Tensor) and name_of(type(old)) == name:
         return type(old)
     return _loaded_parameter_class(name)
 

@@ -27,6 +27,7 @@ from weightcache.engine.donate import donate
 from weightcache.engine.lease import Lease
 from weightcache.engine.observe import observe, role_of
 from weightcache.engine.rebuild import copy_private, rebuild
+from weightcache.engine.tree import look_through
 from weightcache.errors import AttachFailed, Mismatch, NoRoom, UnsupportedMethod, WeightcacheError
 from weightcache.fingerprint import Fingerprint
 from weightcache.memory import Memory, open_memory
@@ -180,11 +181,12 @@ class ServingLoader:
             marks = [time.perf_counter()]
             private = copy_private(offer.manifest, base)
             marks.append(time.perf_counter())
-            model = adapter.build_on_meta(model_config, self.inner.load_config)
-            marks.append(time.perf_counter())
             with _no_collection():
-                rebuilt = rebuild(model, offer.manifest, base, state.process.rebuilt, private)
-            marks.append(time.perf_counter())
+                model = adapter.build_on_meta(model_config, self.inner.load_config)
+                tree = look_through(model)
+                marks.append(time.perf_counter())
+                rebuilt = rebuild(model, offer.manifest, base, state.process.rebuilt, private, tree)
+                marks.append(time.perf_counter())
         except Exception as error:
             # Not unmapped: tensors may look into it, and this process ends.
             offer.conversation.close()
@@ -297,7 +299,7 @@ def device_of(device_config: Any) -> torch.device:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Thousands of small objects in milliseconds start the garbage collector, which then walks all of SGLang's."""
+    """Thousands of new objects start the garbage collector, which then walks all of SGLang's: tenths of a second."""
     enabled = gc.isenabled()
     gc.disable()
     try:
