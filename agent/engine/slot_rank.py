@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -62,6 +63,8 @@ class SlotRank:
         self._directive, self._slot, self._memory = directive, slot, memory
         self._channel: Channel | None = None
         self._next_beat = 0.0
+        self._goes_round = threading.Event()
+        self._goes_round.set()
 
     def around_rank_known(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Join, before anything is loaded."""
@@ -85,10 +88,25 @@ class SlotRank:
 
     def around_input(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in every round of every event loop."""
+        self._beat()
+        while not self._goes_round.is_set():
+            self._goes_round.wait(BEAT_SECONDS)
+            self._beat()
+        return original(*args, **kwargs)
+
+    def _beat(self) -> None:
         if self._channel is not None and (now := time.monotonic()) >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
             self._channel.beat()
-        return original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The event loop rests: it never waits by itself, and the driver's calls would wait for the interpreter."""
+        self._goes_round.clear()
+        try:
+            yield
+        finally:
+            self._goes_round.set()
 
     def ready(self) -> None:
         """The event loop begins."""
@@ -116,7 +134,7 @@ class SlotRank:
             if left:
                 pids = ", ".join(str(process.pid) for process in left)
                 raise WeightcacheError(f"may still write KV memory after {order.seconds:g} s: {pids}")
-            with timed(seconds, "map"):
+            with timed(seconds, "map"), self._alone():
                 self._memory.map(_left(until))
         except BaseException:
             self._lock.give_back()
@@ -125,7 +143,7 @@ class SlotRank:
 
     def _release(self, _: Release, __: int) -> dict[str, float]:
         seconds: dict[str, float] = {}
-        with timed(seconds, "unmap"):
+        with timed(seconds, "unmap"), self._alone():
             self._memory.unmap()
         self._lock.give_back()
         return seconds

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+from tests.support.agent import eventually
 from tests.support.slot import MAIN, SlotLauncher
 from tests.unit.engine.test_slot_channel import ends_threads_only
 from weightcache.engine import hooking, slot, slot_rank, slot_server
@@ -166,6 +169,40 @@ def test_a_beat_a_second_and_the_loop_goes_on(here: Here, monkeypatch: pytest.Mo
     here.rank.ready()
     here.launcher.wait_ready([1], SECONDS)
     assert here.launcher.beats.total() == 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_event_loop_rests_while_memory_comes_and_beats(
+    here: Here, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(slot_rank, "BEAT_SECONDS", 0.05)
+    rounds, seen, over = [0], list[int](), threading.Event()
+
+    def loop() -> None:
+        while not over.is_set():
+            here.rank.around_input(lambda: rounds.__setitem__(0, rounds[0] + 1))
+
+    def mapping(seconds: float) -> None:
+        time.sleep(0.1)  # whatever round it was in has ended
+        before = rounds[0]
+        time.sleep(0.5)
+        seen.append(rounds[0] - before)
+        if fails:
+            raise WeightcacheError("no memory")
+
+    monkeypatch.setattr(here.memory, "map", mapping)
+    thread = threading.Thread(target=loop)
+    thread.start()
+    try:
+        before = here.launcher.beats[1]
+        assert here.launcher.own(1).problem == ("no memory" if fails else "")
+        after = rounds[0]
+        assert seen == [0]
+        assert here.launcher.beats[1] - before >= 3
+        assert eventually(lambda: rounds[0] > after + 10, SECONDS)
+    finally:
+        over.set()
+        thread.join(SECONDS)
 
 
 def test_memory_that_stands_for_nothing_ends_the_rank(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
