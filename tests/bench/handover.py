@@ -1,20 +1,23 @@
-"""Where time goes when GPU memory changes hands: ``python -m tests.bench.handover [GIB [HELD_GIB]]``.
+"""Where time goes when GPU memory changes hands: ``python -m tests.bench.handover [GIB [HELD_GIB]]``, or ``busy``.
 
 GIB of memory, in the ranges of an engine's KV pool (two for each of 36 layers), are taken by one process after another:
 afresh, right after they were given back, after a pause, and after the SIGKILL of their owner. HELD_GIB are held by
 somebody else all the time, as weights and a standby are, so that the memory that was given back is needed. Each line
-says how long it took, how long of it memory was not free, and what each call of the driver took. Needs a GPU.
+says how long it took, how long of it memory was not free, and what each call of the driver took. ``busy``: in a process
+with a thread that never waits, as an engine's event loop does not. Needs a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from weightcache.memory import cuda_backed
@@ -121,11 +124,48 @@ def end(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
+@contextlib.contextmanager
+def event_loop() -> Iterator[None]:
+    """A thread that never waits."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            sum(range(50))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def busy(total: int) -> None:
+    """The same memory again and again."""
+    pool = Pool(total)
+    for piece in (512 << 20, 2 << 30):
+        cuda_backed.PIECE = piece
+        for _ in range(ROUNDS):
+            print(f"pieces of {piece >> 20} MiB")
+            pool.take("alone")
+            pool.give_back()
+            with event_loop():
+                for interval in (5e-5, 5e-3):
+                    sys.setswitchinterval(interval)
+                    pool.take(f"beside a busy thread, switch interval {interval * 1e3:g} ms")
+                    pool.give_back()
+
+
 def main() -> None:
     """Everything, or what a process of its own does."""
     if sys.argv[1:2] == ["hold"]:
         cuda_backed.PIECE = int(sys.argv[3])
         hold(int(sys.argv[2]))
+        return
+    if sys.argv[1:2] == ["busy"]:
+        busy(74 * GIB)
         return
     total, held = (int(word) * GIB for word in (*sys.argv[1:3], "74", "40")[:2])
     begin = time.monotonic()
