@@ -3,8 +3,7 @@
 A weight set is one linear range of bytes: its arenas back to back. A *storage* is a piece of that range, a *tensor*
 is a view of a storage (or of an inline value), a *module* is one object of the tree with all paths that lead to it,
 and a *slot* is a place (module, kind, steps) that holds a tensor. One object that several slots name is one row: that
-is how tied weights and shared modules stay one object. A table travels as one JSON array a column; columns that repeat
-few values (classes, shapes, names) as [the values, an index into them for each row].
+is how tied weights and shared modules stay one object. A table travels as one JSON value a column (columns.py).
 
     storage   offset, bytes, shared                       shared: mapped read-only; otherwise copied per engine
     tensor    storage, offset, shape, stride, dtype, kind, cls, requires_grad, attributes
@@ -23,15 +22,15 @@ from __future__ import annotations
 import base64
 import builtins
 import functools
-import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+from weightcache.columns import Column, Folded, Lists, Numbers, Values, lists_of, of, one, only
 from weightcache.errors import ProtocolError
 
-SCHEMA = 3
+SCHEMA = 4
 MAX_BYTES = 256 << 20
 """Largest manifest that is read, in bytes."""
 
@@ -186,9 +185,6 @@ class Manifest:
         return sum(s.bytes for s in self.storages if not s.shared)
 
 
-R = TypeVar("R")
-
-
 def is_record(cls: str) -> bool:
     """Whether an engine may make objects of the class ``cls``."""
     return cls.partition(".")[0] in RECORD_PACKAGES
@@ -200,13 +196,13 @@ def is_reserved(name: str) -> bool:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """JSON, one array a column: an attach decodes thousands of rows, and a column is checked in one pass."""
+    """JSON, one value a column: an attach decodes thousands of rows, and a column is checked in one pass."""
     body: dict[str, Any] = {"schema": SCHEMA, "bytes": manifest.bytes}
     body["inline"] = [base64.b64encode(value).decode() for value in manifest.inline]
-    for name, columns in _TABLES.items():
+    for name, table in _TABLES.items():
         rows = getattr(manifest, name)
-        plain = list(zip(*rows, strict=True)) or [()] * len(columns.columns)
-        body[name] = [column.fold(values) for column, values in zip(columns.columns, plain, strict=True)]
+        plain = list(zip(*rows, strict=True)) or [()] * len(table.columns)
+        body[name] = [column.fold(values) for column, values in zip(table.columns, plain, strict=True)]
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -223,52 +219,23 @@ def decode(data: bytes) -> Manifest:
 def _parsed(body: Any) -> Manifest:
     if body.get("schema") != SCHEMA:
         raise ProtocolError(f"a manifest of schema {body.get('schema')!r}; this version reads {SCHEMA}")
-    manifest = Manifest(
-        bytes=_one(int, body["bytes"]),
-        inline=tuple(base64.b64decode(value, validate=True) for value in _one(list, body["inline"])),
-        **{name: columns.rows(body[name]) for name, columns in _TABLES.items()},
-    )
+    size, rows = one(int, body["bytes"]), {}
+    inline = tuple(base64.b64decode(value, validate=True) for value in one(list, body["inline"]))
+    for name, table in _TABLES.items():
+        columns = table.unfold(body[name])
+        rows[name] = table.rows(columns)
+        if name in _LARGE:
+            _LARGE[name](columns, rows, size, len(inline))
+    manifest = Manifest(bytes=size, inline=inline, **rows)
     _check(manifest)
     return manifest
-
-
-def _one(kind: type[R], value: Any) -> R:
-    if type(value) is not kind:
-        raise TypeError(f"expected {kind.__name__}, got {value!r}")
-    return value
-
-
-def _only(values: Iterable[Any], *kinds: type) -> None:
-    """All values are of these types exactly; one pass in C."""
-    if foreign := set(map(type, values)).difference(kinds):
-        raise TypeError(f"expected {kinds[0].__name__}, got {foreign.pop().__name__}")
-
-
-Decoder = Callable[[list[Any]], Iterable[Any]]
-
-
-def _of(*kinds: type) -> Decoder:
-    def decode(column: list[Any]) -> Iterable[Any]:
-        _only(column, *kinds)
-        return column
-
-    return decode
-
-
-def _lists_of(*kinds: type) -> Decoder:
-    def decode(column: list[Any]) -> Iterable[Any]:
-        _only(column, list)
-        _only(itertools.chain.from_iterable(column), *kinds)
-        return map(tuple, column)
-
-    return decode
 
 
 _STEP_TYPES: dict[str, tuple[type, ...]] = {"attr": (str,), "item": (int,), "key": (str, int)}
 
 
 def _steps(column: list[Any]) -> Iterable[Any]:
-    _only(column, list)
+    only(column, list)
     return [tuple([_step(*step) for step in steps]) for steps in column]
 
 
@@ -287,53 +254,30 @@ def _scalar(value: Any) -> Scalar:
         kind, name = value
         if kind not in ("dtype", "enum"):
             raise ValueError(f"an unknown kind of value {kind!r}")
-        return (kind, _one(str, name))
+        return (kind, one(str, name))
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a value that is no scalar: {value!r}")
-
-
-class _Column(NamedTuple):
-    """How the values of one column are checked and made. A ``folded`` one brings each different value once."""
-
-    decoder: Decoder
-    folded: bool = False
-
-    def fold(self, values: tuple[Any, ...]) -> Any:
-        if not self.folded:
-            return values
-        places = {value: place for place, value in enumerate(dict.fromkeys(values))}
-        return [list(places), list(map(places.__getitem__, values))]
-
-    def unfold(self, column: Any) -> Iterable[Any]:
-        _one(list, column)
-        if not self.folded:
-            return self.decoder(column)
-        values, places = column
-        _only(_one(list, places), int)
-        if min(places, default=0) < 0:
-            raise ValueError("a negative index")
-        return map(tuple(self.decoder(_one(list, values))).__getitem__, places)
 
 
 class _Table(NamedTuple):
     """How the rows of one table are made from its columns."""
 
     row: Any
-    columns: tuple[_Column, ...]
+    columns: tuple[Column, ...]
 
-    def rows(self, columns: Any) -> tuple[Any, ...]:
-        _one(list, columns)
-        decoded = [known.unfold(column) for known, column in zip(self.columns, columns, strict=True)]
-        # What _make does, without a Python call a row; both lengths are checked by zip.
-        return tuple(map(functools.partial(tuple.__new__, self.row), zip(*decoded, strict=True)))
+    def unfold(self, columns: Any) -> list[Sequence[Any]]:
+        one(list, columns)
+        return [known.unfold(column) for known, column in zip(self.columns, columns, strict=True)]
+
+    def rows(self, columns: list[Sequence[Any]]) -> tuple[Any, ...]:
+        # What _make does, without a Python call a row; all lengths are checked by zip.
+        return tuple(map(functools.partial(tuple.__new__, self.row), zip(*columns, strict=True)))
 
 
-_INT, _BOOL, _SCALAR = _Column(_of(int)), _Column(_of(bool)), _Column(_scalars)
-_TEXT, _INTS, _TEXTS, _STEPS = (
-    _Column(decoder, folded=True) for decoder in (_of(str), _lists_of(int), _lists_of(str), _steps)
-)
-_PATHS, _KEYS = _Column(_lists_of(str)), _Column(_lists_of(str, int))
+_INT, _SCALAR = Numbers(), Values(_scalars)
+_BOOL, _TEXT, _INTS, _TEXTS, _STEPS = map(Folded, (of(bool), of(str), lists_of(int), lists_of(str), _steps))
+_PATHS, _KEYS = Lists(of(str)), Lists(of(str, int))
 
 _TABLES: dict[str, _Table] = {
     "storages": _Table(Storage, (_INT, _INT, _BOOL)),
@@ -349,28 +293,66 @@ _TABLES: dict[str, _Table] = {
 }
 
 
-def _check(manifest: Manifest) -> None:
-    """Every reference resolves and every storage lies inside the range, so that a reader never leaves its mapping."""
-    if manifest.bytes < 0:
-        raise ValueError(f"a set of {manifest.bytes} bytes")
-    for offset, size, _ in manifest.storages:
-        if offset % ALIGNMENT or offset < 0 or size < 0 or offset + size > manifest.bytes:
-            raise ValueError(f"a storage outside the set: {size} bytes at {offset}")
-    for tensor in manifest.tensors:
-        if not -len(manifest.inline) <= tensor.storage < len(manifest.storages):
-            raise ValueError(f"a tensor without storage: {tensor}")
-        if tensor.offset < 0:
-            raise ValueError(f"a tensor that starts before its storage: {tensor}")
-    for shape, stride, kind in {(tensor.shape, tensor.stride, tensor.kind) for tensor in manifest.tensors}:
+# Every reference resolves and every storage lies inside the range, so that a reader never leaves its mapping. Tables of
+# thousands of rows are checked by their columns, each as soon as it and those that it refers to are there.
+
+Columns = Sequence[Sequence[Any]]
+Rows = Mapping[str, tuple[Any, ...]]
+
+
+def _check_storages(columns: Columns, _rows: Rows, size: int, _inline: int) -> None:
+    if size < 0:
+        raise ValueError(f"a set of {size} bytes")
+    for offset, length in zip(*columns[:2], strict=True):
+        if offset % ALIGNMENT or offset < 0 or length < 0 or offset + length > size:
+            raise ValueError(f"a storage outside the set: {length} bytes at {offset}")
+
+
+def _check_tensors(columns: Columns, rows: Rows, _size: int, inline: int) -> None:
+    storages, offsets, shapes, strides, _, kinds, *_ = columns
+    for row in _outside(storages, -inline, len(rows["storages"])):
+        raise ValueError(f"a tensor without storage: {rows['tensors'][row]}")
+    for row in _outside(offsets, 0):
+        raise ValueError(f"a tensor that starts before its storage: {rows['tensors'][row]}")
+    for shape, stride in set(zip(shapes, strides, strict=True)):
         if len(shape) != len(stride) or min((*shape, *stride, 0)) < 0:
             raise ValueError(f"a tensor with an impossible shape: {shape}, strides {stride}")
-        if kind not in ("parameter", "tensor"):
-            raise ValueError(f"an unknown kind of tensor {kind!r}")
-    if not all(paths for paths, _, _ in manifest.modules):
+    for kind in set(kinds).difference(("parameter", "tensor")):
+        raise ValueError(f"an unknown kind of tensor {kind!r}")
+
+
+def _check_modules(columns: Columns, _rows: Rows, _size: int, _inline: int) -> None:
+    if not all(columns[0]):
         raise ValueError("a module without a path")
-    placed = (
-        manifest.slots, manifest.removed, manifest.scalars, manifest.containers, manifest.names, manifest.records,
-    )  # fmt: skip
+
+
+def _check_slots(columns: Columns, rows: Rows, _size: int, _inline: int) -> None:
+    modules, places, steps, tensors, external = columns
+    if _outside(modules, 0, len(rows["modules"])):
+        raise ValueError("a row without module")
+    if not all(steps) or not set(places).issubset(PLACES):
+        place = next(slot.place for slot in rows["slots"] if slot.place not in PLACES or not slot.steps)
+        raise ValueError(f"an unknown place {place!r}")
+    for row in _outside(tensors, 0, len(rows["tensors"])):
+        if tensors[row] != -1 or not external[row]:
+            raise ValueError(f"a slot without tensor: {rows['slots'][row]}")
+
+
+_LARGE: dict[str, Callable[[Columns, Rows, int, int], None]] = {
+    "storages": _check_storages, "tensors": _check_tensors, "modules": _check_modules, "slots": _check_slots,
+}  # fmt: skip
+
+
+def _outside(numbers: Sequence[int], low: int, high: int = 1 << 64) -> list[int]:
+    """The rows whose numbers are not in [low, high)."""
+    if not numbers or (low <= min(numbers) and max(numbers) < high):
+        return []
+    return [row for row, number in enumerate(numbers) if not low <= number < high]
+
+
+def _check(manifest: Manifest) -> None:
+    """The same for the tables of few rows."""
+    placed = (manifest.removed, manifest.scalars, manifest.containers, manifest.names, manifest.records)
     if any(not 0 <= row.module < len(manifest.modules) for rows in placed for row in rows):
         raise ValueError("a row without module")
     for removed in manifest.removed:
@@ -387,9 +369,3 @@ def _check(manifest: Manifest) -> None:
     for switch in manifest.switches:
         if (switch.place, switch.name) not in SWITCHES:
             raise ValueError(f"an unknown switch: {switch}")
-    for slot in manifest.slots:
-        _, place, steps, index, external = slot
-        if place not in PLACES or not steps:
-            raise ValueError(f"an unknown place {place!r}")
-        if not (0 <= index < len(manifest.tensors) or (index == -1 and external)):
-            raise ValueError(f"a slot without tensor: {slot}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.unit.contracts.strategies import manifests
 from weightcache import manifest
+from weightcache.columns import Numbers
 from weightcache.errors import ProtocolError
 from weightcache.manifest import Manifest, decode, encode, is_reserved
 
@@ -112,51 +115,163 @@ def test_garbage(data: bytes) -> None:
         decode(data)
 
 
-@pytest.mark.parametrize("schema", [0, 2, 4, None, "3"])
+@pytest.mark.parametrize("schema", [0, 3, 5, None, "4"])
 def test_another_schema_says_so(schema: Any) -> None:
-    with pytest.raises(ProtocolError, match=r"a manifest of schema .*; this version reads 3"):
+    with pytest.raises(ProtocolError, match=r"a manifest of schema .*; this version reads 4"):
         decode(json.dumps(plain() | {"schema": schema}).encode())
+
+
+def numbers(letter: str, *values: int) -> str:
+    return letter + base64.b64encode(struct.pack(f"<{len(values)}{letter}", *values)).decode()
 
 
 def test_what_repeats_is_written_once() -> None:
     body = replace(SMALL, slots=(*SMALL.slots, *SMALL.slots))
     written = json.loads(encode(body))["slots"]
-    assert written[1] == [["parameter", "attribute"], [0, 1, 0, 1]]
-    assert written[2] == [[[["attr", "w"]], [["attr", "t"]]], [0, 1, 0, 1]]
+    assert written[1] == [["parameter", "attribute"], numbers("B", 0, 1, 0, 1)]
+    assert written[2] == [[[["attr", "w"]], [["attr", "t"]]], numbers("B", 0, 1, 0, 1)]
     assert decode(encode(body)) == body
+
+
+def test_lists_are_written_as_one() -> None:
+    body = replace(SMALL, modules=(*SMALL.modules, manifest.Module(("y",), "a.B"), manifest.Module(("z", "w"), "a.B")))
+    assert json.loads(encode(body))["modules"][0] == [["", "x", "y", "z", "w"], numbers("B", 2, 1, 2)]
+    assert decode(encode(body)) == body
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 300])
+def test_any_number_of_rows(rows: int) -> None:
+    body = replace(SMALL, modules=tuple(manifest.Module((f"m{row}",), f"a.{row % 7}") for row in range(max(rows, 1))))
+    body = replace(body, slots=SMALL.slots[:1] * rows)
+    assert decode(encode(body)) == body
+
+
+@pytest.mark.parametrize(
+    ("value", "letter"),
+    [
+        (0, "B"), (255, "B"), (-1, "b"), (-128, "b"), (256, "H"), (-129, "h"), (65535, "H"), (65536, "I"),
+        (-40000, "i"), (1 << 32, "Q"), ((1 << 64) - 1, "Q"), (-1 << 31, "i"), (-(1 << 31) - 1, "q"), (-1 << 63, "q"),
+    ],
+)  # fmt: skip
+def test_numbers_take_as_few_bytes_as_they_need(value: int, letter: str) -> None:
+    written = Numbers().fold((value,))
+    assert written == numbers(letter, value)
+    assert Numbers().unfold(written) == (value,)
+
+
+@pytest.mark.parametrize("values", [(1 << 64,), (-1, 1 << 63), (-(1 << 63) - 1,)])
+def test_numbers_of_more_than_64_bits_are_not_written(values: tuple[int, ...]) -> None:
+    with pytest.raises(struct.error):
+        Numbers().fold(values)
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["", "B", "A" + numbers("B", 0, 0)[1:], numbers("f", 0, 0), numbers("B", 0, 0)[:-1], numbers("B", 0), "HAAAA",
+     "B@@", "B\u00e4", numbers("b", 0, -1), numbers("B", 0, 1), numbers("B", 0, 0, 0), [0, 0], 0, None],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_are_none_are_refused(column: Any) -> None:
+    """Where two rows name the only module there is."""
+    body = plain()
+    body["slots"][0] = numbers("B", 0, 0)
+    decode(json.dumps(body).encode())
+    body["slots"][0] = column
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(body).encode())
 
 
 @pytest.mark.parametrize(
     "column",
     [
-        [["attribute"], [0, -1]],
-        [["attribute"], [0, 1]],
-        [["attribute"], [0, False]],
-        [["attribute"], [0]],
-        [["attribute"], [0, 0, 0]],
-        [["attribute"], [0, 0], []],
+        [["attribute"], numbers("b", 0, -1)],
+        [["attribute"], numbers("b", 0, 0)],
+        [["attribute"], numbers("B", 0, 1)],
+        [["attribute"], numbers("B", 0)],
+        [["attribute"], numbers("B", 0, 0, 0)],
+        [["attribute"], numbers("B", 0, 0), []],
+        [["attribute"], [0, 0]],
         [["attribute"]],
-        [["attribute", 1], [0, 0]],
-        ["attribute", [0, 0]],
+        [["attribute", 1], numbers("B", 0, 0)],
+        ["attribute", numbers("B", 0, 0)],
         [["attribute"], "00"],
         ["attribute", "attribute"],
-        [["elsewhere"], [0, 0]],
+        [["elsewhere"], numbers("B", 0, 0)],
     ],
     ids=str,
 )
 def test_a_column_that_does_not_unfold_is_refused(column: Any) -> None:
     body = plain()
-    body["slots"][1] = [["attribute"], [0, 0]]
+    body["slots"][1] = [["attribute"], numbers("B", 0, 0)]
     decode(json.dumps(body).encode())
     body["slots"][1] = column
     with pytest.raises(ProtocolError):
         decode(json.dumps(body).encode())
 
 
+@pytest.mark.parametrize(
+    "column",
+    [
+        [["", "x"], numbers("B", 1)],
+        [["", "x"], numbers("B", 3)],
+        [["", "x"], numbers("B", 1, 1)],
+        [["", "x"], numbers("b", 2)],
+        [["", "x"], numbers("B", 2, 0)],
+        [["", 1], numbers("B", 2)],
+        [[], numbers("B", 0)],
+        [["", "x"], [2]],
+        [["", "x"]],
+        ["x", numbers("B", 1)],
+    ],
+    ids=str,
+)
+def test_lists_of_other_lengths_are_refused(column: Any) -> None:
+    """The only module has two paths."""
+    body = plain()
+    assert body["modules"][0] == [["", "x"], numbers("B", 2)]
+    body["modules"][0] = column
+    with pytest.raises(ProtocolError):
+        decode(json.dumps(body).encode())
+
+
+def large(rows: int = 3) -> Manifest:
+    """Tables of several rows, of which one can be made wrong."""
+    tensor, slot = SMALL.tensors[0], SMALL.slots[0]
+    return replace(SMALL, tensors=(tensor,) * rows, slots=(slot,) * rows)
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("table", "change", "text"),
+    [
+        ("tensors", {"storage": 2}, "a tensor without storage: Tensor.storage=2"),
+        ("tensors", {"storage": -2}, "a tensor without storage: Tensor.storage=-2"),
+        ("tensors", {"offset": -1}, "a tensor that starts before its storage: Tensor.storage=0, offset=-1"),
+        ("tensors", {"shape": (5, -5)}, r"a tensor with an impossible shape: \(5, -5\), strides \(5, 1\)"),
+        ("tensors", {"stride": (5,)}, r"a tensor with an impossible shape: \(5, 5\), strides \(5,\)"),
+        ("tensors", {"kind": "module"}, "an unknown kind of tensor 'module'"),
+        ("slots", {"module": 1}, "a row without module"),
+        ("slots", {"module": -1}, "a row without module"),
+        ("slots", {"place": "class"}, "an unknown place 'class'"),
+        ("slots", {"steps": ()}, "an unknown place 'parameter'"),
+        ("slots", {"tensor": 3}, "a slot without tensor: Slot.*tensor=3"),
+        ("slots", {"tensor": -1}, "a slot without tensor: Slot.*tensor=-1"),
+        ("slots", {"tensor": -2, "external": "target:0"}, "a slot without tensor: Slot.*tensor=-2"),
+    ],
+)
+def test_one_wrong_row_among_others_is_named(table: str, change: dict[str, Any], text: str, row: int) -> None:
+    body = large()
+    rows = list(getattr(body, table))
+    rows[row] = rows[row]._replace(**change)
+    assert decode(encode(body)) == body
+    with pytest.raises(ProtocolError, match=text):
+        decode(encode(replace(body, **{table: tuple(rows)})))
+
+
 @pytest.mark.parametrize("depth", [10, 100_000])
 def test_deep_nesting_is_no_crash(depth: int) -> None:
     with pytest.raises(ProtocolError):
-        decode(b'{"schema": 3, "bytes": ' + b"[" * depth + b"]" * depth + b"}")
+        decode(b'{"schema": 4, "bytes": ' + b"[" * depth + b"]" * depth + b"}")
 
 
 @pytest.mark.parametrize("cls", ["builtins.int", "torch.nn.Module", "triton.kernels", "os"])

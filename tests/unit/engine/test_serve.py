@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,7 @@ class Engine:
         self.reports: list[Decision] = []
         self.leases: list[tuple[Any, ...]] = []
         self.asked: list[Any] = []
+        self.collecting: list[bool] = []
         self.talk = Talk()
         self.loader: ServingLoader | None = None
         monkeypatch.setattr(state, "process", state.ProcessState())
@@ -88,6 +90,7 @@ class Engine:
         monkeypatch.setattr(serve, "Lease", lambda *args: self.leases.append(args))
 
     def build(self, *args: Any) -> nn.Module:
+        self.collecting.append(gc.isenabled())
         with torch.device("meta"):
             return Model()
 
@@ -156,6 +159,15 @@ def test_attached(engine: Engine) -> None:
     assert state.process.rebuilt["target"].paths["linear"] is model.linear
     assert engine.loader is not None
     assert engine.loader.preloaded_weights_bytes == way.ARENA
+
+
+def test_nothing_is_collected_while_the_model_is_built(engine: Engine) -> None:
+    """A full collection among SGLang's objects takes tenths of a second."""
+    engine.answer, _ = offer(engine)
+    assert gc.isenabled()
+    engine.load()
+    assert engine.collecting == [False]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(
