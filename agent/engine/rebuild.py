@@ -10,7 +10,6 @@ import enum
 import functools
 import importlib
 import itertools
-import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ import torch
 from torch import nn
 
 from weightcache import manifest
+from weightcache.engine.places import check_name, clear, held_in, value_at
 from weightcache.engine.tree import Table, Tree, look_through, name_of, on_meta, with_tensors
 from weightcache.errors import AttachFailed
-from weightcache.loader.walk import MODULE_INTERNALS, class_name
+from weightcache.loader.walk import class_name
 from weightcache.manifest import Manifest, Step
 from weightcache.memory.views import dtype_of, extent, view
 
@@ -137,7 +137,7 @@ class _Builder:
                 self._assign(self.modules[made.module], made.steps, _new_record(made.cls))
         for record in self.body.records:
             if not record.cls:
-                held = _value(self.modules[record.of], record.at)
+                held = value_at(self.modules[record.of], record.at)
                 self._assign(self.modules[record.module], record.steps, held)
         self._fill_slots()
         for row in self.body.removed:
@@ -245,16 +245,16 @@ class _Builder:
     def _fill(self, slot: manifest.Slot) -> None:
         module = self.modules[slot.module]
         name = str(slot.steps[0][1])
-        _check_name(name)
-        old = _held(module, slot)
+        check_name(name)
+        old = held_in(module, slot)
         tensor = self._external_tensor(slot.external) if slot.external else self._tensor(slot.tensor, old)
         if len(slot.steps) > 1 or slot.place == manifest.ATTRIBUTE:
             self._assign(module, slot.steps, tensor)
         elif slot.place == manifest.PARAMETER:
-            _clear(module, name, keep=module._parameters)
+            clear(module, name, keep=module._parameters)
             module._parameters[name] = tensor
         else:
-            _clear(module, name, keep=module._buffers)
+            clear(module, name, keep=module._buffers)
             module._buffers[name] = tensor
             if slot.place == manifest.TRANSIENT_BUFFER:
                 module._non_persistent_buffers_set.add(name)
@@ -311,7 +311,7 @@ class _Builder:
         return form
 
     def _assign(self, module: nn.Module, steps: Sequence[Step], value: object) -> None:
-        holder = _value(module, steps[:-1])
+        holder = value_at(module, steps[:-1])
         if isinstance(holder, tuple):
             # A tuple cannot be changed in place: make the new one and put it where the old one was.
             items = list(holder)
@@ -322,9 +322,9 @@ class _Builder:
         kind, step = steps[-1]
         if kind == "attr":
             if isinstance(holder, nn.Module):
-                _check_name(str(step), allowed="training")
+                check_name(str(step), allowed="training")
                 own = vars(holder)
-                _clear(holder, str(step), keep=own)
+                clear(holder, str(step), keep=own)
                 own[str(step)] = value
                 if self.suspects is not None and isinstance(value, torch.Tensor):
                     self.suspects.append((own, str(step)))
@@ -338,7 +338,7 @@ class _Builder:
     def _contain(self, row: manifest.Container) -> None:
         """Make a container, or give the one that is there other keys; what it keeps stays the same object."""
         module = self.modules[row.module]
-        old = _value(module, row.steps)
+        old = value_at(module, row.steps)
         held = old if class_name(type(old)) == row.kind else None
         kept: dict[Any, Any] = {}
         if isinstance(held, dict):
@@ -365,9 +365,9 @@ class _Builder:
         table: Any = module._parameters if row.place == manifest.PARAMETER else module._buffers
         named = {name: table.get(name) for name in row.names}
         for name, value in named.items():
-            _check_name(name)
+            check_name(name)
             if value is None:
-                _clear(module, name, keep=table)
+                clear(module, name, keep=table)
         table.clear()
         table.update(named)
 
@@ -376,7 +376,7 @@ class _Builder:
         table: Any = {manifest.PARAMETER: module._parameters, manifest.BUFFER: module._buffers}.get(
             row.place, vars(module)
         )
-        _check_name(row.name)
+        check_name(row.name)
         if row.none:
             table[row.name] = None
             return
@@ -426,68 +426,11 @@ def _scalar(value: manifest.Scalar, module: nn.Module, steps: Sequence[Step]) ->
     kind, name = value
     if kind == "dtype":
         return dtype_of(name)
-    old = _value(module, steps)
+    old = value_at(module, steps)
     cls, _, member = name.partition(":")
     if not isinstance(old, enum.Enum) or class_name(type(old)) != cls:
         raise AttachFailed(f"this model has no {cls} where the set has one")
     return type(old)[member]
-
-
-def _check_name(name: str, allowed: str = "") -> None:
-    """Torch's own tables are not for a manifest to replace."""
-    if name in MODULE_INTERNALS and name != allowed:
-        raise AttachFailed(f"{name} belongs to torch, and no set may replace it")
-
-
-def _clear(module: nn.Module, name: str, keep: Mapping[str, object]) -> None:
-    """A name lives in one table only; the one that keeps it also keeps its order."""
-    if name in keep:
-        return
-    for table in (module._parameters, module._buffers, vars(module)):
-        if table is not keep and name in table:
-            del table[name]
-
-
-def _held(module: nn.Module, slot: manifest.Slot) -> Any:
-    """What the slot holds now; the tables are read directly, since Module.__getattr__ is slow."""
-    if len(slot.steps) == 1:
-        name = str(slot.steps[0][1])
-        if slot.place == manifest.PARAMETER and name in module._parameters:
-            return module._parameters[name]
-        if slot.place in (manifest.BUFFER, manifest.TRANSIENT_BUFFER) and name in module._buffers:
-            return module._buffers[name]
-    return _value(module, slot.steps)
-
-
-def _value(module: nn.Module, steps: Sequence[Step]) -> Any:
-    value: Any = module
-    for kind, step in steps:
-        if value is None:
-            return None
-        value = _attribute(value, str(step)) if kind == "attr" else _item(value, step)
-    return value
-
-
-def _attribute(value: Any, name: str) -> Any:
-    """What the object itself holds under ``name``: no property runs, and nothing is found on its class."""
-    if isinstance(value, nn.Module):
-        for table in (value._parameters, value._buffers):
-            if name in table:
-                return table[name]
-    own = getattr(value, "__dict__", None)
-    if own is not None and name in own:
-        return own[name]
-    for cls in type(value).__mro__:
-        if isinstance(member := cls.__dict__.get(name), types.MemberDescriptorType):
-            return member.__get__(value) if hasattr(value, name) else None
-    return None
-
-
-def _item(value: Any, step: str | int) -> Any:
-    try:
-        return value[step]
-    except (KeyError, IndexError):
-        return None
 
 
 def _parameter_class(name: str, old: object) -> type[torch.Tensor]:

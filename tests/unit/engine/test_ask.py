@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +92,29 @@ def test_a_manifest_that_makes_no_sense_unmaps_again(paths: RankPaths, monkeypat
     with agent(paths.public, offering()), pytest.raises(ProtocolError, match="at most 10 are allowed"):
         question(paths)
     assert closed == [2 * 65536]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_mapping_waits_for_no_long_turns_of_the_decoding(
+    paths: RankPaths, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    usual, turns, decode = sys.getswitchinterval(), [], manifest.decode
+
+    def decoding(data: bytes) -> manifest.Manifest:
+        turns.append(sys.getswitchinterval())
+        return decode(b"no JSON" if fails else data)
+
+    monkeypatch.setattr(manifest, "decode", decoding)
+    with (
+        agent(paths.public, offering()),
+        pytest.raises(ProtocolError) if fails else contextlib.nullcontext(),
+    ):
+        answer = question(paths)
+        assert isinstance(answer, Offer)
+        answer.withdraw()
+    assert len(turns) == 1
+    assert turns[0] < usual / 10
+    assert sys.getswitchinterval() == pytest.approx(usual)
 
 
 def test_explaining_never_evicts(paths: RankPaths) -> None:
