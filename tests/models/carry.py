@@ -79,6 +79,7 @@ def carry(config: Any, load: Any) -> Carried:
     from weightcache import manifest
     from weightcache.engine import adapter, inventory
     from weightcache.engine.rebuild import rebuild
+    from weightcache.engine.tree import look_through
     from weightcache.loader.export import export
     from weightcache.loader.pack import pack
     from weightcache.loader.walk import Walk, walk
@@ -112,8 +113,9 @@ def carry(config: Any, load: Any) -> Carried:
     clock.mark("pack")
     with adapter.apart(), Elsewhere("meta"):
         fresh = adapter.build_on_meta(config, load)
+    tree = look_through(fresh)
     clock.mark("build")
-    rebuild(fresh, body, region.bytes_at(0, body.bytes))
+    rebuild(fresh, body, region.bytes_at(0, body.bytes), tree=tree)
     clock.mark("bind")
     attached = inventory.take(fresh.eval(), "target", 0, adapter.version(), "")
     rows = [f"{row.path}: {row.what}: {row.disk:.80} | {row.attached:.80}" for row in compare(disk, attached)]
