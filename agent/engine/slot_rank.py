@@ -22,6 +22,7 @@ from weightcache.standby.messages import Own, Ready, Release, Slot
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
+REST_SECONDS = 0.02
 
 
 class Memory(Protocol):
@@ -63,8 +64,9 @@ class SlotRank:
         self._directive, self._slot, self._memory = directive, slot, memory
         self._channel: Channel | None = None
         self._next_beat = 0.0
-        self._goes_round = threading.Event()
-        self._goes_round.set()
+        self._owns = threading.Event()
+        self._moves = False
+        """Memory comes or goes just now."""
 
     def around_rank_known(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         """Join, before anything is loaded."""
@@ -89,9 +91,8 @@ class SlotRank:
     def around_input(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Called in every round of every event loop."""
         self._beat()
-        while not self._goes_round.is_set():
-            self._goes_round.wait(BEAT_SECONDS)
-            self._beat()
+        if self._channel is not None and not self._owns.is_set():
+            self._rest()
         return original(*args, **kwargs)
 
     def _beat(self) -> None:
@@ -99,14 +100,24 @@ class SlotRank:
             self._next_beat = now + BEAT_SECONDS
             self._channel.beat()
 
+    def _rest(self) -> None:
+        """Go round seldom, since without its memory an engine computes next to nothing, and SGLang's loop never waits.
+
+        And not at all while memory comes or goes: after each call of the driver, the thread that takes it would wait
+        for the interpreter.
+        """
+        self._owns.wait(REST_SECONDS)
+        while self._moves:
+            self._owns.wait(REST_SECONDS)
+            self._beat()
+
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """The event loop rests: it never waits by itself, and the driver's calls would wait for the interpreter."""
-        self._goes_round.clear()
+    def _moving(self) -> Iterator[None]:
+        self._moves = True
         try:
             yield
         finally:
-            self._goes_round.set()
+            self._moves = False
 
     def ready(self) -> None:
         """The event loop begins."""
@@ -134,8 +145,9 @@ class SlotRank:
             if left:
                 pids = ", ".join(str(process.pid) for process in left)
                 raise WeightcacheError(f"may still write KV memory after {order.seconds:g} s: {pids}")
-            with timed(seconds, "map"), self._alone():
+            with timed(seconds, "map"), self._moving():
                 self._memory.map(_left(until))
+            self._owns.set()
         except BaseException:
             self._lock.give_back()
             raise
@@ -143,7 +155,8 @@ class SlotRank:
 
     def _release(self, _: Release, __: int) -> dict[str, float]:
         seconds: dict[str, float] = {}
-        with timed(seconds, "unmap"), self._alone():
+        self._owns.clear()
+        with timed(seconds, "unmap"), self._moving():
             self._memory.unmap()
         self._lock.give_back()
         return seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -171,16 +172,30 @@ def test_a_beat_a_second_and_the_loop_goes_on(here: Here, monkeypatch: pytest.Mo
     assert here.launcher.beats.total() == 3
 
 
+@contextlib.contextmanager
+def event_loop(rank: SlotRank) -> Iterator[list[int]]:
+    """Goes round as SGLang's does; how often."""
+    rounds, over = [0], threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
+            rank.around_input(lambda: rounds.__setitem__(0, rounds[0] + 1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield rounds
+    finally:
+        over.set()
+        thread.join(SECONDS)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_event_loop_rests_while_memory_comes_and_beats(
     here: Here, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     monkeypatch.setattr(slot_rank, "BEAT_SECONDS", 0.05)
-    rounds, seen, over = [0], list[int](), threading.Event()
-
-    def loop() -> None:
-        while not over.is_set():
-            here.rank.around_input(lambda: rounds.__setitem__(0, rounds[0] + 1))
+    seen: list[int] = []
 
     def mapping(seconds: float) -> None:
         time.sleep(0.1)  # whatever round it was in has ended
@@ -191,18 +206,27 @@ def test_the_event_loop_rests_while_memory_comes_and_beats(
             raise WeightcacheError("no memory")
 
     monkeypatch.setattr(here.memory, "map", mapping)
-    thread = threading.Thread(target=loop)
-    thread.start()
-    try:
+    with event_loop(here.rank) as rounds:
         before = here.launcher.beats[1]
         assert here.launcher.own(1).problem == ("no memory" if fails else "")
         after = rounds[0]
         assert seen == [0]
         assert here.launcher.beats[1] - before >= 3
         assert eventually(lambda: rounds[0] > after + 10, SECONDS)
-    finally:
-        over.set()
-        thread.join(SECONDS)
+
+
+def test_without_memory_the_event_loop_goes_round_seldom(here: Here) -> None:
+    def in_half_a_second() -> int:
+        before = rounds[0]
+        time.sleep(0.5)
+        return rounds[0] - before
+
+    with event_loop(here.rank) as rounds:
+        assert 0 < in_half_a_second() <= 26
+        assert here.launcher.own(1).problem == ""
+        assert in_half_a_second() > 100
+        assert here.launcher.release(1).problem == ""
+        assert 0 < in_half_a_second() <= 26
 
 
 def test_memory_that_stands_for_nothing_ends_the_rank(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
