@@ -59,13 +59,14 @@ class Asking:
     failed: list[tuple[float, float, str]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
+    _sock: socket.socket | None = None
 
     def run(self) -> None:
         body = json.dumps({"text": "Once", "sampling_params": {"max_new_tokens": 2, "temperature": 0}})
         while not self.stop.is_set():
             began = time.monotonic()
             try:
-                sock = socket.create_connection(self.address, self.seconds)
+                self._sock = sock = socket.create_connection(self.address, self.seconds)
             except OSError as error:
                 self.refused.append(str(error))
                 continue
@@ -81,6 +82,13 @@ class Asking:
             except (OSError, http.client.HTTPException, AssertionError) as error:
                 self.failed.append((began, time.monotonic(), repr(error)))
 
+    def give_up(self) -> None:
+        """Wait for no answer any more."""
+        self.stop.set()
+        with contextlib.suppress(OSError):
+            if self._sock is not None:
+                self._sock.shutdown(socket.SHUT_RDWR)
+
 
 @contextlib.contextmanager
 def asking(slots: Slots, seconds: float = 60.0) -> Iterator[Asking]:
@@ -89,6 +97,9 @@ def asking(slots: Slots, seconds: float = 60.0) -> Iterator[Asking]:
     thread.start()
     try:
         yield client
+    except BaseException:
+        client.give_up()  # nobody may be there who would answer
+        raise
     finally:
         client.stop.set()
         thread.join(seconds + 30)
