@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -37,9 +37,22 @@ class NeedsOthers(Exception):
     """What runs here waits for other ranks."""
 
 
+def neighbours() -> tuple[bool, ...]:
+    """Which ranks of this one's tensor-parallel group share its first rank's host; all of them have to ask together.
+
+    SGLang asks while it constructs a model, where there are several hosts, and only then. Empty on a single one.
+    """
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.runtime_context import get_parallel
+
+    if int(get_parallel().nnodes) == 1:
+        return ()
+    return tuple(parallel_state.in_the_same_node_as(parallel_state.get_tp_group().cpu_group, source_rank=0))
+
+
 @contextmanager
-def alone() -> Iterator[None]:
-    """Whatever waits for other ranks inside the block raises NeedsOthers instead.
+def alone(known: Sequence[bool] = ()) -> Iterator[None]:
+    """Whatever waits for other ranks inside the block raises NeedsOthers instead; ``known`` are its ``neighbours``.
 
     What is not seen here waits until the load's limit ends it, or gives other bytes than all ranks together, which
     whoever compares contents notices.
@@ -47,6 +60,8 @@ def alone() -> Iterator[None]:
     from sglang.srt.distributed import parallel_state
 
     with ExitStack() as stack:
+        answer = functools.partial(_same_node, tuple(known))
+        stack.enter_context(mock.patch.object(parallel_state, "in_the_same_node_as", answer))
         for name in METHODS:
             if (method := getattr(parallel_state.GroupCoordinator, name, None)) is not None:
                 replaced = _refused(name, method, lambda arguments: int(arguments[0].world_size))
@@ -55,6 +70,12 @@ def alone() -> Iterator[None]:
             if (function := getattr(torch.distributed, name, None)) is not None:
                 stack.enter_context(mock.patch.object(torch.distributed, name, _refused(name, function, _size)))
         yield
+
+
+def _same_node(known: tuple[bool, ...], group: Any, source_rank: int = 0) -> list[bool]:
+    if not known or source_rank != 0 or torch.distributed.get_world_size(group) != len(known):
+        raise NeedsOthers("loading needs the other ranks (in_the_same_node_as)")
+    return list(known)
 
 
 def _refused(name: str, original: Callable[..., Any], size: Callable[[tuple[Any, ...]], int]) -> Callable[..., Any]:

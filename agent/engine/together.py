@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 from weightcache import manifest, transport
 from weightcache.content import content_of
 from weightcache.engine import adapter, state
-from weightcache.engine.adapter_together import NeedsOthers, alone
+from weightcache.engine.adapter_together import NeedsOthers, alone, neighbours
 from weightcache.engine.agree import exchange
 from weightcache.engine.directive import Directive
 from weightcache.engine.donate import load_for_agent
@@ -71,17 +71,18 @@ def load_together(source: Source, publication: Publication) -> nn.Module:
     if size == 1 or not _on_all_ranks(role):
         return _load(source, publication, source.load, nobody)
     plan, borrowed = _plan(source, publication)
+    beside = neighbours() if plan.group else ()
     if plan.group and borrowed is None:
         publication.rejoin(plan.group, role, plan.contents[rank])
         try:
-            return _load(source, publication, _by_itself(source.load), _Rejoining(plan, publication))
+            return _load(source, publication, _by_itself(source.load, beside), _Rejoining(plan, publication))
         except NeedsOthers as error:
             problem = str(error)
         _fits(plan, Loaded("", problem), publication)
         gc.collect()  # what was loaded so far
     elif plan.group and borrowed is not None:
         if _fits(plan, Loaded(plan.contents[rank]), publication):
-            return _attach(source, borrowed)
+            return _attach(source, borrowed, beside)
         borrowed.region.close()
     return _load(source, publication, source.load, _contents_of_all)
 
@@ -140,13 +141,14 @@ def _borrow(source: Source, publication: Publication) -> Borrowed:
     return Borrowed(body, region, lent.group, lent.contents)
 
 
-def _attach(source: Source, borrowed: Borrowed) -> nn.Module:
-    """The model over what the agent holds, as an engine has it."""
+def _attach(source: Source, borrowed: Borrowed, beside: Sequence[bool]) -> nn.Module:
+    """The model over what the agent holds, as an engine has it. Those that load have constructed theirs by now."""
     role = source.fingerprint.role
     state.process.keep.append(borrowed.region)
     base = borrowed.region.bytes_at(0, borrowed.manifest.bytes)
     private = copy_private(borrowed.manifest, base)
-    model = source.build()
+    with alone(beside):
+        model = source.build()
     state.process.rebuilt[role] = rebuild(model, borrowed.manifest, base, state.process.rebuilt, private)
     logger.info("weightcache: this rank goes on with its %s weights of load %s", role, borrowed.group)
     return model.eval()
@@ -171,9 +173,9 @@ def _load(
     )
 
 
-def _by_itself(load: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def _by_itself(load: Callable[[], nn.Module], beside: Sequence[bool]) -> Callable[[], nn.Module]:
     def loaded() -> nn.Module:
-        with alone():
+        with alone(beside):
             return load()
 
     return loaded

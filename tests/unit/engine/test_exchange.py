@@ -30,6 +30,7 @@ class GroupCoordinator:
 
 state = types.ModuleType("sglang.srt.distributed.parallel_state")
 state.GroupCoordinator = GroupCoordinator
+state.in_the_same_node_as = lambda group, source_rank=0: dist.barrier()
 package = types.ModuleType("sglang.srt.distributed")
 package.parallel_state = state
 sys.modules |= {"sglang.srt.distributed": package, "sglang.srt.distributed.parallel_state": state}
@@ -44,7 +45,10 @@ tried = {
 }
 said = {}
 if rank == 0:
-    with adapter_together.alone():
+    with adapter_together.alone((True, False)):
+        said["known"] = state.in_the_same_node_as(dist.group.WORLD, source_rank=0)
+        tried["not known"] = lambda: state.in_the_same_node_as(own)
+        tried["another"] = lambda: state.in_the_same_node_as(dist.group.WORLD, source_rank=1)
         for name, attempt in tried.items():
             try:
                 attempt()
@@ -80,6 +84,9 @@ def test_all_ranks_hear_all(outputs: list[Any]) -> None:
 def test_a_rank_that_is_alone_waits_for_nobody(outputs: list[Any]) -> None:
     """Both ranks meet again afterwards, or this would not have ended."""
     assert outputs[0][1] == {
+        "known": [True, False],
+        "not known": "loading needs the other ranks (in_the_same_node_as)",
+        "another": "loading needs the other ranks (in_the_same_node_as)",
         "barrier": "loading needs the other ranks (barrier)",
         "reduce": "loading needs the other ranks (all_reduce)",
         "named": "loading needs the other ranks (all_reduce)",

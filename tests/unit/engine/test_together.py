@@ -104,6 +104,12 @@ class Rank:
     first: Callable[[], None] = lambda: None
     """What happens in the first load."""
     fake: FakeAgent | None = None
+    apart: list[tuple[bool, ...]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def alone(self, known: tuple[bool, ...]) -> Iterator[None]:
+        self.apart.append(known)
+        yield
 
     def script(self, peer: Peer, message: Message) -> None:
         match message:
@@ -174,7 +180,8 @@ def rank(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
     monkeypatch.setattr(adapter, "parallel", lambda: SimpleNamespace(pp_size=1))
     monkeypatch.setattr(gate, "check", lambda *_: None)
     monkeypatch.setattr(together, "exchange", made.exchange)
-    monkeypatch.setattr(together, "alone", contextlib.nullcontext)
+    monkeypatch.setattr(together, "neighbours", lambda: (True, False))
+    monkeypatch.setattr(together, "alone", made.alone)
     yield made
     for fd in made.descriptors:
         os.close(fd)
@@ -188,6 +195,7 @@ def test_the_first_load_tells_all_what_each_has(rank: Rank) -> None:
     rank.says = [Standing("lost"), Loaded(OTHER)]
     rank.load()
     assert rank.kinds == [Begin, Publish]
+    assert rank.apart == []
     assert rank.published.contents == (rank.own, OTHER)
     assert state.process.rejoined == ""
 
@@ -204,6 +212,7 @@ def test_a_rank_that_holds_its_weights_goes_on_with_them(rank: Rank) -> None:
     assert not model.training
     assert state.process.rejoined == "old"
     assert rank.said[1] == Loaded(rank.own)
+    assert rank.apart == [(True, False)], "its model is constructed without the others, too"
 
 
 def test_a_rank_that_lost_its_weights_rejoins_the_others(rank: Rank) -> None:
@@ -214,6 +223,7 @@ def test_a_rank_that_lost_its_weights_rejoins_the_others(rank: Rank) -> None:
     assert Rejoin("old", "target", rank.own) in rank.fake.seen
     assert rank.published.contents == (rank.own, OTHER)
     assert rank.said == [Standing("lost"), Loaded(rank.own)]
+    assert rank.apart == [(True, False)]
 
 
 def test_what_cannot_be_loaded_alone_is_loaded_by_all(rank: Rank) -> None:
