@@ -201,6 +201,7 @@ class Director:
                         self._rest_until, self._look_at = now + self.limits.rest, now + REST_LOOK
                 case _:  # the lock was given back at once
                     self.step = Step.RESTING
+                    self.world.tell_others()
                     self.tick(now)
         except WeightcacheError as error:
             self._end(error.message)

@@ -296,6 +296,19 @@ def test_others_hear_of_it_when_the_lock_was_given_back() -> None:
     assert "tell" in play.world.log
 
 
+def test_others_hear_of_it_when_the_lock_was_given_back_unused() -> None:
+    """They have seen that it was taken, and have given back their memory for it."""
+    play = Play()
+    play.to(Step.CLEARING)
+    play.world.marker = True
+    play.wait(1.0)
+    assert play.pending() == ["Yield -1"]
+    play.world.log.clear()
+    play.answer()
+    assert play.role == "parked"
+    assert "tell" in play.world.log
+
+
 def test_a_roster_holds_everybody_of_its_slot_until_the_fence_is_complete() -> None:
     earlier = (Process(102, 1), Process(103, 1))
     play = Play(mine=Roster(earlier, 10.0), others=OTHERS, others_at=20.0)
