@@ -299,7 +299,7 @@ def serving(made: Engine, timeout: float = 400) -> Iterator[Started]:
         made.stop()
 
 
-def answers(made: Engine) -> list[list[int]]:
+def answers(made: Engine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
     """Greedy tokens for the fixed prompts, each time from an empty prefix cache.
 
     A cached prefix makes a shorter prefill, another GEMM shape and so other low-order bits: in a model of random
@@ -311,7 +311,7 @@ def answers(made: Engine) -> list[list[int]]:
         if time.monotonic() > deadline:
             raise AssertionError("the server does not flush its prefix cache")
         time.sleep(0.1)
-    return [made.tokens(prompt, TOKENS) for prompt in PROMPTS]
+    return [made.tokens(list(prompt), TOKENS) for prompt in prompts]
 
 
 def pool_tokens(made: Engine) -> int:

@@ -10,7 +10,8 @@
 #   tests/gpu/run.sh starts [OPTIONS] [WAY...]   SIGKILL of the engine to the next one's first token, by what shortens it
 #   tests/gpu/run.sh standby [OPTIONS]   two engines that share a port, the active one killed under load
 #   tests/gpu/run.sh priorities [OPTIONS]  two engines that do not fit beside each other
-#   tests/gpu/run.sh hold FOLDER         an agent that holds the model, for --agents FOLDER of the three above
+#   tests/gpu/run.sh parked [OPTIONS] [KIND...]  small models whose KV memory is given back and taken again
+#   tests/gpu/run.sh hold FOLDER         an agent that holds the model, for --agents FOLDER of starts, standby, priorities
 #   tests/gpu/run.sh backed [GIB]        how fast KV memory comes and goes
 #   tests/gpu/run.sh own                 SGLang's own weight cache on the same model, for comparison
 #   tests/gpu/run.sh own-ranks           the same over all GPUs
@@ -68,9 +69,10 @@ case ${1:-} in
     starts) python3 -m tests.gpu.starts --out "$LOGS" "${@:2}" ;;
     standby) python3 -m tests.gpu.standby --out "$LOGS" "${@:2}" ;;
     priorities) python3 -m tests.gpu.priorities --out "$LOGS" "${@:2}" ;;
+    parked) python3 -m tests.gpu.parked --out "$LOGS" "${@:2}" ;;
     hold) exec python3 -m tests.gpu.hold "$2" ;;
     backed) python3 -m tests.bench.backed "${@:2}" ;;
     own) python3 -m tests.bench.own_cache "$LOGS" ;;
     own-ranks) python3 -m tests.gpu.own_ranks "$LOGS" ;;
-    *) sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,22s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac

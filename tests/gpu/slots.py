@@ -101,18 +101,23 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What an engine's file says: more of SGLang's arguments, levers that are not used, and the other tables' lines."""
+    """What an engine's file says: more of SGLang's arguments, levers that are not used, and the other tables' lines.
+
+    ``model`` and ``base`` take the place of the machine's own.
+    """
 
     sglang: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     engine: str = ""
     standby: str = ""
+    model: Path | None = None
+    base: tuple[str, ...] = ()
 
     def text(self, port: int) -> str:
         """The file."""
         profile = rig.profile()
-        base = GPU_BASE if profile.backend == "cuda" else profile.base
-        given = ["--model-path", str(profile.model), *base, *self.sglang, "--port", str(port)]
+        base = self.base or (GPU_BASE if profile.backend == "cuda" else profile.base)
+        given = ["--model-path", str(self.model or profile.model), *base, *self.sglang, "--port", str(port)]
         engine = f"[engine]\narguments = {json.dumps(given)}\nwithout = {json.dumps(list(self.without))}\n"
         return f"{engine}{self.engine}\n[standby]\n{self.standby}\n"
 
@@ -178,10 +183,13 @@ class Slots:
             assert time.monotonic() < deadline, f"waited for {what}: {roles}\n{self.tail('a')}\n{self.tail('b')}"
             time.sleep(0.002)
 
+    def said(self, slot: str) -> list[str]:
+        """The lines of a slot's log."""
+        return self.log(slot).read_text(errors="replace").splitlines()
+
     def tail(self, slot: str) -> str:
         with contextlib.suppress(OSError):
-            lines = self.log(slot).read_text(errors="replace").splitlines()[-25:]
-            return "\n".join(line[:300] for line in lines)
+            return "\n".join(line[:300] for line in self.said(slot)[-25:])
         return ""
 
     def ask(self, slot: str, verb: control.Verb) -> None:

@@ -1,0 +1,102 @@
+"""KV memory that is given back and taken again, for the kinds of tests/models/kinds.py: parked [OPTIONS] [KIND...]
+
+An engine in a slot for each, from disk: it answers, is parked, and woken, and has to answer the same. Prints a line for
+each kind as soon as it ends; writes parked.json and logs to --out. WEIGHTCACHE_RIG=host is a dry run on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.gpu import rig
+from tests.gpu.notes import Notes
+from tests.gpu.parity import SMALL
+from tests.gpu.slots import Described, Slots
+from tests.models.kinds import KINDS
+from tests.support.engine import Engine
+
+DEFAULT = ("dense", "moe", "fp8-block", "fp8-kv", "mxfp4", "vision", "lora")
+PROMPTS = ([5, 17, 99, 123, 7], [42, 11, 30, 8], [100, 200, 210, 40, 50, 60])
+START_SECONDS = 300.0
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", default=list(DEFAULT), metavar="KIND")
+    parser.add_argument("--jobs", type=int, default=3, help="engines at a time (default: 3)")
+    parser.add_argument("--total", type=float, default=400.0, help="seconds for everything")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("LOGS", ".")))
+    parsed = parser.parse_args()
+    if unknown := [kind for kind in parsed.kinds if kind not in KINDS]:
+        parser.error(f"no such kind: {' '.join(unknown)}")
+    return parsed
+
+
+def prove(kind: str, folder: Path, notes: Notes, out: Path) -> str:
+    """What came of one kind, in a line; never raises."""
+    try:
+        return _prove(kind, folder / kind, notes, out)
+    except Exception as error:
+        sentence = f"{type(error).__name__}: {error}"
+        notes.check(False, f"{kind}: {sentence}")
+        return f"failed  {kind}: {sentence[-400:]}"
+
+
+def _prove(kind: str, folder: Path, notes: Notes, out: Path) -> str:
+    (runtime := folder / "run").mkdir(parents=True)
+    model, profile = folder / "model", rig.profile()
+    subprocess.run([sys.executable, "-m", "tests.models.make_kind", kind, model], capture_output=True, check=True)
+    described = Described(
+        (*profile.fast, *SMALL, *KINDS[kind].arguments(model)),
+        engine="on_mismatch = 'fallback'",
+        standby="kv_gigabytes = 4.0",
+        model=model,
+        base=profile.base,
+    )
+    slots = Slots(folder, runtime, notes, kind, described, None)
+    with slots.kept(out):
+        asked = Engine(model, log=folder / "asked", command=["true"], base=())
+        asked.port = slots.number
+        slots.start("a")
+        slots.until("a", "active", START_SECONDS)
+        before, tokens = rig.answers(asked, PROMPTS), rig.pool_tokens(asked)
+        took = []
+        for verb, role in (("park", "parked"), ("wake", "active")):
+            begin = time.monotonic()
+            slots.ask("a", verb)
+            slots.until("a", role, 60)
+            took.append(round(time.monotonic() - begin, 2))
+        after = rig.answers(asked, PROMPTS)
+        notes.check(rig.pool_tokens(asked) == tokens, f"{kind}: another pool than before")
+        notes.check(after == before, f"{kind}: other tokens than before it was parked")
+        with contextlib.suppress(IndexError):
+            notes.note(f"{kind}: memory", [line for line in slots.said("a") if "GB of KV memory" in line][-1])
+    word = "equal" if after == before else "differs"
+    notes.note(kind, {"tokens": word, "pool": tokens, "park": took[0], "wake": took[1]})
+    return f"{word:8}{kind}: pool of {tokens} tokens, parked in {took[0]} s, woken in {took[1]} s"
+
+
+def main() -> int:
+    """Prove all kinds."""
+    options = arguments()
+    notes = Notes(options.out / "parked.json", options.total)
+    with tempfile.TemporaryDirectory(prefix="wc-parked-", dir="/tmp") as name:
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            tasks = [pool.submit(prove, kind, Path(name), notes, options.out) for kind in options.kinds]
+            for task in concurrent.futures.as_completed(tasks):
+                print(task.result(), flush=True)
+        notes.write()
+    return notes.say()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
