@@ -28,7 +28,8 @@ class Deployment:
     is a division within a replica, otherwise the number of replicas. Rank numbers count through all replicas:
     replica * tp_size * pp_size + pp_rank * tp_size + tp_rank. ``nodes`` are host names or addresses in the order of
     their node rank, empty for this host alone. The loaders of all nodes meet at ``port`` of the first one, and their
-    processes at the port after it. ``meet_seconds`` is how long nodes wait for each other.
+    processes at the port after it. ``meet_seconds`` is how long nodes wait for each other. ``follow``: a node whose
+    agents load nothing looks whether another one waits for it, and takes part then.
     """
 
     tp_size: int = 1
@@ -39,6 +40,7 @@ class Deployment:
     nodes: tuple[str, ...] = ()
     port: int = PORT
     meet_seconds: float = 600.0
+    follow: bool = True
     base_gpu_id: int = 0
     gpu_id_step: int = 1
 

@@ -235,11 +235,12 @@ class Retain:
 class Run:
     """Run ``command`` with these variables added to the environment. Answers: Output and Alive, then Ended.
 
-    The end of the connection ends the command.
+    The end of the connection ends the command. ``signs``: whether Alive is wanted, which takes a look at all processes.
     """
 
     command: tuple[str, ...]
     environment: dict[str, str]
+    signs: bool = True
 
 
 # -- answers ---------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class ServingLoader:
         if agreement.apart is None:
             return agreement
         answer.reason = AttachFailed(
-            f"rank {agreement.apart} holds weights of another load than rank 0: `wcache load --again` on each host"
+            f"rank {agreement.apart} holds weights of another load than rank 0: `wcache load --again`"
         )
         refuses = self.directive.on_mismatch == "error"
         if short := self._shortage(model_config, device):

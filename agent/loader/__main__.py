@@ -1,6 +1,7 @@
 """``python -m weightcache.loader ROLE``: the only part of weightcache that opens a device.
 
-Runs in the operator's SGLang environment. Roles: load (one SGLang launch that publishes), check (map a resident set
+Runs in the operator's SGLang environment. Roles: load (one SGLang launch that publishes), lookout (does a load of
+other hosts wait for this one?), check (map a resident set
 and recompute its digests), doctor (what this environment can do), parity (is an attached engine what a disk load is?).
 """
 
@@ -16,12 +17,18 @@ from weightcache.errors import WeightcacheError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one role; errors are one sentence on stderr and the error's exit status."""
-    from weightcache.loader import check, doctor, load
+    from weightcache.loader import check, doctor, load, lookout
     from weightcache.parity import role as parity
 
     parser = argparse.ArgumentParser(prog="weightcache.loader", description=__doc__.partition("\n")[0])
     roles = parser.add_subparsers(dest="role", required=True)
-    for name, module in (("load", load), ("check", check), ("doctor", doctor), ("parity", parity)):
+    for name, module in (
+        ("load", load),
+        ("lookout", lookout),
+        ("check", check),
+        ("doctor", doctor),
+        ("parity", parity),
+    ):
         role = roles.add_parser(name, help=(module.__doc__ or "").partition("\n")[0])
         module.add_arguments(role)
         role.set_defaults(run=module.run)

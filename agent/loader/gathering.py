@@ -8,7 +8,6 @@ but not like node 0, ends the launch on all nodes with the same sentence.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import re
 import selectors
 import socket
@@ -17,9 +16,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from weightcache.errors import LoadFailed, ProtocolError
+from weightcache.loader import beacon
 from weightcache.loader.facts import difference
 from weightcache.loader.meeting import Meeting, named, say
-from weightcache.loader.wire import Failed, Hello, Message, Welcome, Wire
+from weightcache.loader.wire import Failed, Hello, Look, Message, Waiting, Welcome, Wire
 from weightcache.text import escape
 
 HELLO_SECONDS = 10.0
@@ -35,12 +35,17 @@ SAY_SECONDS = 15.0
 COMPLAINTS = 20
 """How many dropped connections are worth a line."""
 
+ADVICE = "`wcache status` there says more, and `wcache load` there takes part (--again where it holds weights)"
+
 _GROUP = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 
 def meet(me: Hello, port: int, seconds: float) -> Meeting:
     """Wait at most ``seconds`` until all nodes are there and alike. Raises LoadFailed: who is missing, what differs."""
-    return _Host(me, port, seconds).meet() if me.node == 0 else _join(me, port, seconds)
+    if me.node == 0:
+        return _Host(me, port, seconds).meet()
+    with beacon.Beacon(me, port):
+        return _join(me, port, seconds)
 
 
 class _Host:
@@ -80,7 +85,9 @@ class _Host:
         while missing := [node for node in range(1, len(self._me.nodes)) if node not in self._present]:
             now = time.monotonic()
             if now >= self._deadline:
-                raise LoadFailed(refusal or f"{self._described(missing)} did not come within {self._seconds:g} s")
+                raise LoadFailed(
+                    refusal or f"{self._described(missing)} did not come within {self._seconds:g} s; {ADVICE}"
+                )
             tell(f"waiting for {self._described(missing)}")
             for wire in [wire for wire, until in self._strangers.items() if until <= now]:
                 self._drop(wire, f"it did not say who it is within {HELLO_SECONDS:g} s")
@@ -110,13 +117,17 @@ class _Host:
             messages = wire.receive()
             if not messages:
                 return ""
+            if wire in self._strangers and (looks := _looks(messages)):
+                wire.send(Waiting(looks.nodes == self._me.nodes))
+                self._forget(wire)
+                return ""
             hello = messages[0]
             if wire not in self._strangers or len(messages) > 1 or not isinstance(hello, Hello):
                 raise ProtocolError("it said something else than who it is")
             if hello.node in self._present:
                 raise ProtocolError(f"{named(self._me.nodes, hello.node)} is there already")
             refusal = self._refusal(hello)
-        except (ConnectionError, ProtocolError) as error:
+        except (OSError, ProtocolError) as error:
             self._drop(wire, str(error))
             return ""
         del self._strangers[wire]
@@ -142,6 +153,9 @@ class _Host:
         self._complaints += 1
         if self._complaints <= COMPLAINTS:
             say(f"dropped a connection from {wire.address}: {escape(why)[:200]}")
+        self._forget(wire)
+
+    def _forget(self, wire: Wire) -> None:
         self._events.unregister(wire)
         self._strangers.pop(wire, None)
         self._present = {node: other for node, other in self._present.items() if other is not wire}
@@ -182,7 +196,7 @@ def _join(me: Hello, port: int, seconds: float) -> Meeting:
         except (OSError, ProtocolError) as error:
             problem = getattr(error, "strerror", None) or str(error)
         time.sleep(max(min(RETRY_SECONDS, deadline - time.monotonic()), 0))
-    raise LoadFailed(f"{where} could not be reached within {seconds:g} s: {escape(problem)}")
+    raise LoadFailed(f"{where} could not be reached within {seconds:g} s: {escape(problem)}; {ADVICE}")
 
 
 def _answer(wire: Wire, deadline: float, where: str) -> str:
@@ -205,12 +219,17 @@ def _answer(wire: Wire, deadline: float, where: str) -> str:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if address != host and ipaddress.ip_address(address).is_loopback:
-            address = ""  # a host's own name often means 127.0.1.1 to itself, where nobody else could come
-        return socket.create_server((address, port), family=family, backlog=STRANGERS)
+        return beacon.listen(host, port)
     except OSError as error:
         raise LoadFailed(f"node 0 cannot listen at {host}:{port}: {error.strerror or error}") from None
+
+
+def _looks(messages: Sequence[Message]) -> Look | None:
+    """What a host asks that looks for a load to take part in."""
+    match messages:
+        case [Look() as look]:
+            return look
+    return None
 
 
 def _send(wire: Wire, message: Message) -> str:

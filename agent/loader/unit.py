@@ -42,6 +42,7 @@ class Unit:
         """Start the command. Raises OSError or ValueError."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE)}
         self._connection = connection
+        self._signs = request.signs
         self._process = subprocess.Popen(
             request.command,
             env=own | request.environment,
@@ -73,7 +74,8 @@ class Unit:
             events.register(self._connection, selectors.EVENT_READ)
             sampled = 0.0
             while True:
-                ready = {key.fileobj for key, _ in events.select(SAMPLE_SECONDS)}
+                wait = SAMPLE_SECONDS if self._signs or self._kill_at is not None else None
+                ready = {key.fileobj for key, _ in events.select(wait)}
                 if self._output in ready and not self._forward():
                     events.unregister(self._output)
                 if self._connection in ready and self._over():
@@ -84,7 +86,7 @@ class Unit:
                 now = time.monotonic()
                 if self._kill_at is not None and now >= self._kill_at:
                     self._signal(signal.SIGKILL)
-                if now - sampled >= SAMPLE_SECONDS:
+                if self._signs and now - sampled >= SAMPLE_SECONDS:
                     sampled = now
                     self._sample()
             # Not reaped yet, so the number of the group cannot belong to anybody else: leftovers can be killed safely.

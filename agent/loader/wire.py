@@ -55,8 +55,22 @@ class Finished:
     """This node has published; what becomes of its connection does not matter any more."""
 
 
-Message = Hello | Welcome | Failed | Finished
-_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in (Hello, Welcome, Failed, Finished)}
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A host that loads nothing now asks whether a load waits for it. Answer: Waiting, and the end."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A load waits for others here; ``together``: for those who ask, because all have the same nodes."""
+
+    together: bool
+
+
+Message = Hello | Welcome | Failed | Finished | Look | Waiting
+_TYPES: dict[str, type[Message]] = {cls.__name__: cls for cls in (Hello, Welcome, Failed, Finished, Look, Waiting)}
 
 
 class Wire:

@@ -129,9 +129,13 @@ async def start(
     environment: Mapping[str, str],
     on_line: Callable[[str], None],
     loader_socket: Path | None,
+    signs: bool = True,
 ) -> Child:
-    """Run ``command`` with ``environment`` added, behind ``loader_socket`` or in a process here. Raises LoadFailed."""
-    request = protocol.encode(Run(tuple(command), dict(environment)))
+    """Run ``command`` with ``environment`` added, behind ``loader_socket`` or in a process here. Raises LoadFailed.
+
+    Without ``signs`` it is not looked at beside its output.
+    """
+    request = protocol.encode(Run(tuple(command), dict(environment), signs))
     process = None
     try:
         if loader_socket is None:

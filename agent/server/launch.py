@@ -166,7 +166,7 @@ async def ask(connection: Connection, request: Message, answer: type[M], seconds
 async def take_stock(agent: Agent, asked: bool, again: bool) -> tuple[ResidentSet, ...]:
     """What a rank brings into a launch: sets that it may go on with (retention.py). Raises InUse: none, nor room."""
     sets = () if again else await _retainable(agent)
-    if not sets and len(agent.settings.launch) > 1:
+    if not sets and agent.settings.config.deployment.world > 1:
         await may_load(agent, asked)
     return sets
 
@@ -214,7 +214,8 @@ async def make_room(agent: Agent, production: Production) -> None:
 
     Called when the loader's process of this rank is about to load, so that what fails before costs nothing.
     """
-    if production.source != "loader" or production.retained or len(agent.settings.launch) == 1:
+    alone = agent.settings.config.deployment.world == 1
+    if production.source != "loader" or production.retained or alone:
         return
     if agent.settling:
         await asyncio.sleep(agent.settling)

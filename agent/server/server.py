@@ -9,7 +9,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from weightcache.errors import AgentUnavailable, WeightcacheError
-from weightcache.server import adopt, loads, verify
+from weightcache.server import adopt, loads, lookout, verify
 from weightcache.server.app import SETTLE_SECONDS, Agent
 from weightcache.server.doors import Doors
 from weightcache.server.fdstore import FdStore
@@ -66,6 +66,8 @@ class Server:
         agent.dispose(adoption.fds)
         load = agent.recover() and self.settings.load and agent.sets.newest("target") is None
         doors.serve(agent)
+        if lookout.wanted(self.settings):
+            agent.spawn(lookout.keep(agent), optional=True)
         if adoption.sets:  # whoever uses them has renewed its lease by then
             loop.call_later(SETTLE_SECONDS, agent.settle)
         try:

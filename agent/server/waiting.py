@@ -28,6 +28,11 @@ class Changes:
         event, self._next = self._next, asyncio.Event()
         event.set()
 
+    @property
+    def next(self) -> asyncio.Event:
+        """Set at the next change."""
+        return self._next
+
     async def wait(self, seconds: float | None = None) -> None:
         """Return at the next change, or after ``seconds`` seconds."""
         await first(self._next, seconds=seconds)

@@ -48,7 +48,7 @@ from weightcache.warm import seats
 
 PARALLEL = (
     "tp_size", "tp_rank", "pp_size", "pp_rank", "moe_ep_size", "moe_ep_rank", "attn_dp_size", "attn_cp_size",
-    "moe_dp_size", "nnodes",
+    "moe_dp_size",
 )  # fmt: skip
 RESOLVED = ("json_model_override_args", "tp_size", "pp_size", "dp_size", "nnodes")
 NOT_IN_0_5_17 = ("begin_weight_update", "end_weight_update")
@@ -208,6 +208,9 @@ def ranks_alone() -> Iterator[str]:
     absent = {"send_recv_tensor_dict"} if adapter.version() == "0.5.17" else set()
     if absent != set(adapter_together.METHODS) - public:
         yield f"GroupCoordinator lacks {sorted(set(adapter_together.METHODS) - public)}"
+    asking = importlib.import_module("sglang.srt.distributed.device_communicators.triton_symm_mem_ag")
+    if "get_parallel().nnodes > 1\n" not in inspect.getsource(asking):
+        yield "models ask in other cases which ranks share a host"
     if parameters(resolve("sglang.srt.distributed.parallel_state.in_the_same_node_as")) != ["pg", "source_rank"]:
         yield "in_the_same_node_as takes something else"
     if "self.world_size = " not in inspect.getsource(cls.__init__):

@@ -1,4 +1,8 @@
-"""One model on two hosts: both ranks publish as one launch, and what ends one host's loader ends the other's."""
+"""One model on two hosts: both ranks publish as one launch, and what ends one host's loader ends the other's.
+
+A host whose agent is asked for nothing looks out for the other one's loads, and goes on with what it holds where only
+the other one has lost something.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from typing import Self, TypeVar
 
 import pytest
 
-from tests.support.agent import eventually
+from tests.support.agent import Agent, eventually
 from tests.support.engine import CPU_ARGUMENTS, end_with_parent
 from tests.support.environments import NEWEST, engine_variables, environments
 from tests.support.netns import Host, two_hosts
@@ -27,6 +31,16 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.parametrize("sglang_version"
 PORT = 29600
 LOAD_SECONDS = 240.0
 M = TypeVar("M")
+
+
+def needed() -> dict[str, str]:
+    """What SGLang needs for two ranks on the CPU."""
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
+        "SGLANG_NCCL_SO_PATH": "/nonexistent/nccl",
+    }
 
 
 def take(peer: Peer, message: protocol.Message) -> None:
@@ -47,14 +61,7 @@ class Node:
         self.folder = Path(tempfile.mkdtemp(prefix="wc-", dir="/tmp"))
         self.agent = FakeAgent(RankPaths(self.folder, node).publish, take)
         self.log = self.folder / "log"
-        cores = sorted(os.sched_getaffinity(0))
-        variables = {
-            **engine_variables(),
-            "WEIGHTCACHE_TOKEN": "a-token",
-            "OMP_NUM_THREADS": "1",
-            "SGLANG_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}",
-            "SGLANG_NCCL_SO_PATH": "/nonexistent/nccl",
-        }
+        variables = {**engine_variables(), **needed(), "WEIGHTCACHE_TOKEN": "a-token"}
         command = [
             *host.command,
             *(str(environments().engine()), "-m", "weightcache.loader", "load", "--backend", "host"),
@@ -129,3 +136,44 @@ def test_a_loader_that_is_killed_ends_the_other(nodes: tuple[Node, Node]) -> Non
     # The rank itself, which noticed that a connection was closed, and the loader: an agent listens to the first.
     assert {abort.message for abort in first.seen(protocol.Abort)} == {said}, first.text()[-4000:]
     assert first.seen(protocol.Commit) == []
+
+
+@pytest.fixture
+def agents(tiny_model: Path, runtime_dir: Path, sglang_version: str) -> Iterator[tuple[Agent, Agent]]:
+    """An agent on each of two hosts."""
+    with ExitStack() as stack:
+        hosts = stack.enter_context(two_hosts())
+        deployment = {"tp_size": 2, "nodes": [host.address for host in hosts], "port": PORT, "meet_seconds": 120}
+        started = [
+            stack.enter_context(
+                Agent(
+                    runtime_dir,
+                    rank=rank,
+                    model=tiny_model,
+                    variables=needed(),
+                    deployment=deployment,
+                    within=host.command,
+                )
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        yield started[0], started[1]
+
+
+def test_a_load_on_one_host_loads_on_both_what_is_not_there(agents: tuple[Agent, Agent]) -> None:
+    first, second = agents
+    second.load()
+    loaded = [agent.await_state("ready").sets[0] for agent in agents]
+    assert loaded[0].group == loaded[1].group
+    assert [held.fingerprint.tp_rank for held in loaded] == [0, 1]
+    assert "node 1 (10.213.77.2) waits with a load of all hosts: this one takes part" in first.text()
+
+    second.stop()
+    second.start()
+    assert second.status().sets == ()
+    second.load()
+    again = [agent.await_state("ready").sets[0] for agent in agents]
+    found = [(held.group, held.digest) for held in again]
+    assert found == [(held.group, held.digest) for held in loaded], first.text()[-8000:]
+    assert [now.id == held.id for now, held in zip(again, loaded, strict=True)] == [True, False]
+    assert "this rank goes on with its target weights of load" in first.text()

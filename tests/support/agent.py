@@ -48,7 +48,8 @@ class Agent:
     ranks may share it. Without ``model`` the agent holds only what engines donate. ``version`` chooses the SGLang that
     loads, ``command`` another loader, ``variables`` are added to the loader's, ``policy`` is the table of that name.
     ``deployment`` is the table of that name, for ranks that load together: all must be given the same.
-    With ``keeper`` the agent runs under ``wcache keeper``, which ends with this process.
+    With ``keeper`` the agent runs under ``wcache keeper``, which ends with this process. ``within`` comes before its
+    command, and has to become it (netns.py).
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Agent:
         deployment: Mapping[str, Any] | None = None,
         arena_bytes: int = 0,
         keeper: bool = False,
+        within: Sequence[str] = (),
     ) -> None:
         self.rank = rank
         self.folder = folder
@@ -73,6 +75,7 @@ class Agent:
         self.config = folder / f"{rank}.toml"
         self.log = folder / f"agent-{rank}.log"
         self.keeper = keeper
+        self.within = within
         self._process: subprocess.Popen[bytes] | None = None
         needed = engine_variables()
         loader = {
@@ -132,7 +135,7 @@ class Agent:
         }
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                [*self.within, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

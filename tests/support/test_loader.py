@@ -1,6 +1,7 @@
 """A loader for tests: the real protocol and real sealed memory, but random bytes and no torch.
 
-It takes the command line of ``weightcache.loader`` (roles load and check) and runs on any Python with weightcache on
+It takes the command line of ``weightcache.loader`` (roles load, lookout and check; hosts meet and look out as real ones
+do, but what their ranks hold they do not tell each other) and runs on any Python with weightcache on
 its path. What it does is chosen by its environment, that is by ``[loader] environment``:
 
     WCTEST_GATES        a folder: where it holds a FIFO named after a gate, the loader writes NAME.reached (its pid) and
@@ -40,8 +41,10 @@ from weightcache.client import Conversation
 from weightcache.content import content_of
 from weightcache.errors import WeightcacheError
 from weightcache.fingerprint import Fingerprint
-from weightcache.loader import standing
+from weightcache.loader import facts, gathering, lookout, standing
+from weightcache.loader.meeting import Meeting
 from weightcache.loader.standing import Loaded, Plan, Standing
+from weightcache.loader.wire import Hello
 from weightcache.memory import memfd
 from weightcache.paths import RankPaths
 from weightcache.protocol import ArenaInfo, LoadProgress, SetInfo
@@ -204,6 +207,24 @@ def load(args: argparse.Namespace) -> int:
             print(f"line {number} " + "x" * 100)
     agents = [int(entry.rpartition(":")[2]) for entry in args.ranks.split(",")]
     token = os.environ["WEIGHTCACHE_TOKEN"]
+    with _meeting(args) as meeting:
+        args.group = meeting.group
+        status = _load(args, agents, token, mode, sizes)
+        if status == 0:
+            meeting.finish()
+    return status
+
+
+def _meeting(args: argparse.Namespace) -> Meeting:
+    nodes = tuple((args.nodes or "").split(","))
+    if len(nodes) < 2:
+        return Meeting(0, (), args.group, {})
+    ranks = tuple(int(entry.partition(":")[0]) for entry in args.ranks.split(","))
+    me = Hello(int(args.node), nodes, ranks, args.group, facts.gather(args.arguments))
+    return gathering.meet(me, int(args.meet_port), float(args.meet_seconds))
+
+
+def _load(args: argparse.Namespace, agents: list[int], token: str, mode: str, sizes: list[int]) -> int:
     if len(agents) > 1:
         return _together(args, agents, dict(entry.split("=") for entry in token.split(",")), mode, sizes)
     _load_rank(args, agents[0], "0" * 32 if mode == "bad-token" else token, mode, sizes, Ranks(1))
@@ -422,6 +443,9 @@ def main() -> int:
         loading.add_argument(option)
     loading.add_argument("arguments", nargs="*")
     loading.set_defaults(run=load)
+    looking = roles.add_parser("lookout")
+    lookout.add_arguments(looking)
+    looking.set_defaults(run=lookout.run)
     checking = roles.add_parser("check")
     checking.add_argument("--socket", type=Path, required=True)
     checking.add_argument("--set", required=True)

@@ -19,7 +19,7 @@ from tests.unit.loader.nodes import SECONDS, free_port, strangers
 from weightcache.errors import LoadFailed, ProtocolError
 from weightcache.loader import facts, gathering, wire
 from weightcache.loader.facts import Facts
-from weightcache.loader.gathering import meet
+from weightcache.loader.gathering import ADVICE, meet
 from weightcache.loader.meeting import Meeting
 from weightcache.loader.wire import Failed, Finished, Hello, Welcome, Wire
 
@@ -147,21 +147,22 @@ def test_a_node_that_comes_after_a_difference_was_found_is_told_too(start: Start
 
 def test_a_missing_node_is_named_with_its_ranks(start: Start) -> None:
     first, second = start(hello(0, NODES), 0.5), start(hello(1, NODES))
-    assert first.end() == "node 2 (127.0.0.3, ranks 4, 5) did not come within 0.5 s"
+    assert first.end() == f"node 2 (127.0.0.3, ranks 4, 5) did not come within 0.5 s; {ADVICE}"
     assert second.end() == first.end()
 
 
 def test_a_first_node_that_is_missing(start: Start, port: int) -> None:
     said = start(hello(1), 0.5).end()
-    assert said == f"node 0 (127.0.0.1:{port}) could not be reached within 0.5 s: Connection refused"
+    assert said == f"node 0 (127.0.0.1:{port}) could not be reached within 0.5 s: Connection refused; {ADVICE}"
 
 
 def test_a_first_node_that_waits_for_others(start: Start, port: int) -> None:
     first, second = start(hello(0, NODES), 3), start(hello(1, NODES), 0.5)
     where = f"node 0 (127.0.0.1:{port})"
-    assert second.end() == f"{where} could not be reached within 0.5 s: it is there, but others are missing"
+    assert second.end() == f"{where} could not be reached within 0.5 s: it is there, but others are missing; {ADVICE}"
     # The place of the one that gave up is free again.
-    assert first.end() == "node 1 (127.0.0.2, ranks 2, 3), node 2 (127.0.0.3, ranks 4, 5) did not come within 3 s"
+    missing = "node 1 (127.0.0.2, ranks 2, 3), node 2 (127.0.0.3, ranks 4, 5)"
+    assert first.end() == f"{missing} did not come within 3 s; {ADVICE}"
 
 
 def test_no_address_to_listen_at(start: Start, port: int) -> None:
@@ -192,6 +193,7 @@ GARBAGE = {
     "type": packed({"protocol": 1, "type": "Other"}),
     "failed": packed({"protocol": 1, "type": "Failed", "reason": "I say so"}),
     "welcome": packed({"protocol": 1, "type": "Welcome", "group": "x"}),
+    "waiting": packed({"protocol": 1, "type": "Waiting", "together": True}),
     "field": said_hello(more=1),
     "kind": said_hello(node="1"),
     "node 0": said_hello(node=0),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.loader.nodes import Node, alive, eventually, free_port
+from weightcache.loader.gathering import ADVICE
 
 NODES = ("127.0.0.1", "127.0.0.2")
 TOO_LITTLE = "40 GB are free, 80 are needed"
@@ -121,7 +122,7 @@ def test_nobody_came(stack: ExitStack, runtime_dir: Path) -> None:
     port = free_port()
     node = stack.enter_context(Node(runtime_dir, 0, NODES, port, ranks={0: 0, 1: 1}, seconds=0.5))
     assert node.wait() == 1
-    told(node, "load-failed", "node 1 (127.0.0.2, ranks 2, 3) did not come within 0.5 s")
+    told(node, "load-failed", f"node 1 (127.0.0.2, ranks 2, 3) did not come within 0.5 s; {ADVICE}")
     assert "child" not in node.text()
 
 
