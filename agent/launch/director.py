@@ -36,7 +36,7 @@ CLEAR_LOOK = 0.02
 SAY = 5.0
 """Seconds more than a rank has to own its memory: it says why it could not, worth more than that it did not."""
 REST_LOOK = 0.2
-"""Seconds between two looks whether somebody has taken the lock that this engine gave back."""
+"""Seconds between two looks whether somebody has taken the lock that this engine gave back, or what parks it is gone."""
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class Director:
         if self.stopping:
             return
         if self._parked:
-            self._rest_until = 0.0
+            self._rest_until, self._look_at = 0.0, now + REST_LOOK  # a death is seen by looking alone
         elif now < self._rest_until and not self.world.taken() and self.world.other() in _WANT_THE_LOCK:
             self._look_at = now + REST_LOOK
         else:
