@@ -36,7 +36,7 @@ CLEAR_LOOK = 0.02
 SAY = 5.0
 """Seconds more than a rank has to own its memory: it says why it could not, worth more than that it did not."""
 REST_LOOK = 0.2
-"""Seconds between two looks whether somebody has taken the lock that this engine gave back, or what parks it is gone."""
+"""Seconds between two looks whether the lock that was given back has an owner, or what parks this engine is gone."""
 
 
 @dataclass(slots=True)
