@@ -32,7 +32,7 @@ def deployment(given: Given) -> Deployment:
         attention_dp=attention > 1 or given.flag("enable_dp_attention"),
         nodes=tuple(f"node-{node}" for node in range(min(_number(given, "nnodes", 1), _MOST_NODES))),
         base_gpu_id=_number(given, "base_gpu_id", 0),
-        follow=False,
+        follow=True,
     )
     try:
         made.check()
