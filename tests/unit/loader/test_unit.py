@@ -265,6 +265,33 @@ def test_what_the_command_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["session"]
 
 
+def test_signs_that_nobody_wants() -> None:
+    """Output and the end come as ever, and an agent that goes away ends the command."""
+    command = python("import time\nwhile time.process_time() < 0.5: pass\nprint('idle', flush=True)\ntime.sleep(60)")
+    with Running() as running:
+        running.say(Run(tuple(command), {}, signs=False))
+        assert running.line() == "idle"
+        assert running.signs == []
+        running.connection.shutdown(socket.SHUT_WR)
+        assert running.finish() == Ended(-signal.SIGTERM)
+    with Running() as running:
+        running.say(
+            Run(
+                tuple(
+                    python(
+                        "import signal, time\nsignal.signal(15, lambda *_: None)\nprint('deaf', flush=True)\n"
+                        "while True: time.sleep(1)"
+                    )
+                ),
+                {},
+                signs=False,
+            )
+        )
+        assert running.line() == "deaf"
+        running.connection.shutdown(socket.SHUT_WR)
+        assert running.finish() == Ended(-signal.SIGKILL)
+
+
 def test_signs_of_life() -> None:
     """A command that computes shows it; one that sleeps shows nothing more."""
     with Running(
