@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from weightcache import manifest, protocol, transport
 from weightcache.client import Conversation
 from weightcache.engine.directive import Directive
+from weightcache.engine.turns import short_turns
 from weightcache.errors import AgentUnavailable, AttachFailed, ProtocolError
 from weightcache.fingerprint import Fingerprint
 from weightcache.manifest import Manifest
@@ -23,7 +22,6 @@ from weightcache.protocol import ArenaInfo, LoadProgress
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
-TURN_SECONDS = 0.0001
 
 
 @dataclass(slots=True)
@@ -135,7 +133,7 @@ def _offer(
             raise ProtocolError(f"{len(fds)} descriptors for {len(message.arenas)} arenas and a manifest")
         mapping = _Mapping(memory, fds[1:], [arena.bytes for arena in message.arenas])
         try:
-            with _short_turns():
+            with short_turns():  # the mapping thread needs the interpreter for microseconds between two calls
                 body = manifest.decode(memfd.read_sealed(fds[0], manifest.MAX_BYTES))
             if body.bytes > sum(arena.bytes for arena in message.arenas):
                 raise ProtocolError("a manifest that is larger than its arenas")
@@ -145,17 +143,6 @@ def _offer(
         return Offer(message.set_id, message.role, message.group, body, message.arenas, mapping.region(), conversation)
     finally:
         transport.close_all(fds)  # the mapping alone keeps the memory
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    """Between two calls of the driver the mapping thread needs Python for microseconds, not after the usual 5 ms."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual)
 
 
 class _Mapping:

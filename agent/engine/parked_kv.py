@@ -7,18 +7,17 @@ an engine, by the first one that starts: a standby could not measure it beside a
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from weightcache.engine import adapter, adapter_kv as sglang, adapter_slot
+from weightcache.engine.turns import short_turns
 from weightcache.errors import UsageError, WeightcacheError
 from weightcache.memory.cuda_backed import CudaBacked
 from weightcache.memory.cuda_vmm import CudaMemory
@@ -31,7 +30,6 @@ PLAN_BYTE = 1 << 20
 """Of the lock file: who measures."""
 MEASURE_SECONDS = 300.0
 POLL_SECONDS = 0.1
-SWITCH_SECONDS = 5e-5
 _ENDLESS, _ACTIVE = -1, -2
 _PROBLEMS = {
     _ENDLESS: "another engine of this name measures its KV memory, and does not come to an end",
@@ -143,7 +141,7 @@ class ParkedMemory:
 def take(seconds: float) -> int:
     """Have memory behind all pools of this process within ``seconds``; bytes. Raises a WeightcacheError."""
     begin = time.monotonic()
-    with _among_busy_threads():
+    with short_turns():
         waited = sum(buffers.take(begin + seconds) for buffers in KvBuffers.made)
     found = sum(buffers.backed_bytes for buffers in KvBuffers.made)
     took = time.monotonic() - begin
@@ -154,25 +152,10 @@ def take(seconds: float) -> int:
 
 def give_back() -> int:
     """Give back what ``take`` took; the bytes that stay. Raises a WeightcacheError."""
-    with _among_busy_threads():
+    with short_turns():
         for buffers in KvBuffers.made:
             buffers.give_back()
     return sum(buffers.backed_bytes for buffers in KvBuffers.made)
-
-
-@contextlib.contextmanager
-def _among_busy_threads() -> Iterator[None]:
-    """Have the interpreter back soon after each call of the driver.
-
-    A scheduler's event loop never waits. A thread that asks for the interpreter gets it after sys.getswitchinterval(),
-    5 ms, and hundreds of calls give it away: on an H200 78 GB took 0.3 to 6.6 s instead of 0.1.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def hooks(plan: Path, lock: Path, reserve_bytes: int, kv_bytes: int = 0) -> dict[str, Callable[..., Any]]:
