@@ -1,8 +1,8 @@
 """The driver's calls in one thread, while another one computes: whose turn it is with the interpreter.
 
 Each call of the driver gives the interpreter away. To have it back takes sys.getswitchinterval(), 5 ms, beside a thread
-that never waits, such as a scheduler's event loop: with hundreds of calls, 78 GB of KV memory took up to 6.6 s on an H200
-instead of 0.1 (docs/measurements.md).
+that never waits, such as a scheduler's event loop. With hundreds of calls, 78 GB of KV memory took up to 6.6 s on an
+H200 instead of 0.1 (docs/measurements.md).
 """
 
 from __future__ import annotations
