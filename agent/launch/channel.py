@@ -84,13 +84,17 @@ class Channel:
         """Readable when somebody said something, came or went."""
         return self._door.fileno()
 
+    def due(self) -> float:
+        """When to call ``take`` although nothing is readable, on CLOCK_MONOTONIC."""
+        return self._door.due()
+
     def take(self) -> list[Heard]:
         """What was said since the last call, in order for each process."""
         heard: list[Heard] = []
         for _ in range(AT_ONCE):
-            if not (ready := self._door.selector.select(0)):
+            if not (ready := self._door.ready()):
                 break
-            for key, _ in ready:
+            for key in ready:
                 if key.fileobj is self._door.listener:
                     self._accept()
                 elif (connection := self._connections.get(key.fd)) is not None:

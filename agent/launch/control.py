@@ -39,12 +39,16 @@ class Control:
         """Readable when somebody came or asked."""
         return self._door.fileno()
 
+    def due(self) -> float:
+        """When to call ``attend`` although nothing is readable, on CLOCK_MONOTONIC."""
+        return self._door.due()
+
     def attend(self) -> None:
         """Answer who has asked, and let go of who does not."""
         for _ in range(AT_ONCE):
-            if not (ready := self._door.selector.select(0)):
+            if not (ready := self._door.ready()):
                 break
-            for key, _ in ready:
+            for key in ready:
                 if key.fileobj is self._door.listener:
                     self._accept()
                 else:

@@ -49,13 +49,17 @@ class Receiver:
         """Readable when a report or a connection is waiting."""
         return self._door.fileno()
 
+    def due(self) -> float:
+        """When to call ``take`` although nothing is readable, on CLOCK_MONOTONIC."""
+        return self._door.due()
+
     def take(self) -> list[directive.Report]:
         """All reports that are complete now."""
         reports: list[directive.Report] = []
         progress = True
         while progress:
             progress = False
-            for key, _ in self._door.selector.select(0):
+            for key in self._door.ready():
                 progress = True
                 if key.fileobj is self._door.listener:
                     self._accept()

@@ -110,7 +110,7 @@ class Slot:
         until = time.monotonic() + seconds
         while (now := time.monotonic()) < until:
             self._ping_at = self._manager.ping(now, healthy=True)
-            self._selector.select(max(0.0, min(until, self._ping_at) - now))
+            self._selector.select(max(0.0, min(until, self._ping_at, self._control.due()) - now))
             self._control.attend()
 
     # -- for the supervisor --------------------------------------------------------------------------------------------
@@ -134,7 +134,9 @@ class Slot:
 
     def due(self) -> float:
         """When to call ``attend`` although nothing was said, on CLOCK_MONOTONIC."""
-        return min(self._director.due(), self._ping_at) if self._director is not None else math.inf
+        if self._director is None:
+            return math.inf
+        return min(self._director.due(), self._ping_at, self._channel.due(), self._control.due())
 
     def attend(self) -> float | None:
         """Hear everybody and do what is due. An answer: the engine is to be killed after so many seconds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import selectors
 import subprocess
@@ -196,10 +197,17 @@ class _Run:
         return Ended(status, interrupted, killed)
 
     def _timeout(self) -> float | None:
-        attended = self.next_attended if self._attends() else None
-        due = self.aside.due() if self.aside is not None else None
-        moments = [moment for moment in (self.deadline, self._polls() and self.next_poll, attended, due) if moment]
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        moments = [self.receiver.due()]
+        if self.deadline is not None:
+            moments.append(self.deadline)
+        if self._polls():
+            moments.append(self.next_poll)
+        if self._attends():
+            moments.append(self.next_attended)
+        if self.aside is not None:
+            moments.append(self.aside.due())
+        soonest = min(moments)
+        return None if soonest == math.inf else max(0.0, soonest - time.monotonic())
 
     def _pass(self, number: signal.Signals) -> None:
         # A second one goes through at once: whoever sends it has seen that the first one takes its time.

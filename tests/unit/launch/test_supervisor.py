@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.unit.launch.support import ATTACHED, alive, eventually
+from weightcache import transport
+from weightcache.engine.directive import Decision, encode_report
 from weightcache.errors import NoRoom, UsageError, WeightcacheError
 from weightcache.launch import supervisor
 
@@ -126,6 +130,27 @@ def test_the_servers_signal_mask_and_streams_are_the_operators(launcher):
         env=launcher.environment, input="typed\n", capture_output=True, text=True, timeout=20, check=False,
     )  # fmt: skip
     assert done.stdout == "set() typed\n"
+
+
+def test_a_launcher_without_descriptors_hears_who_waits_when_it_has_some_and_rests_meanwhile(launcher):
+    launcher.script(*GOOD, ["mark", "serving"], ["wait", "go"])
+    process = launcher.start("--model-path", "m")
+    launcher.wait_for("serving")
+    [path] = launcher.runtime_dir.glob("wcache-launch-*/report")
+    before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (0, before[1]))
+    with transport.connect(path, time.monotonic() + 5) as client:
+        transport.send_packet(client, encode_report(Decision(7, "target", "disk", message="a test")))
+        client.settimeout(5)
+        began = sum(psutil.Process(process.pid).cpu_times()[:2])
+        time.sleep(2)
+        assert sum(psutil.Process(process.pid).cpu_times()[:2]) - began < 0.5
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+        assert client.recv(1) == b""  # taken, while nothing else happens
+    (launcher.directory / "go").touch()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "rank 7: loaded from disk: a test" in err
 
 
 @pytest.mark.parametrize(
