@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,15 +20,25 @@ if TYPE_CHECKING:
     from weightcache.standby.status import Promotion, SlotStatus
 
 
+AGAIN_SECONDS = 1.0
+"""Between two tries to write what could not be written."""
+
+
 class Board:
-    """Keeps the status of one slot; it begins with ``initial``, and with the promotions that the file knows of."""
+    """Keeps the status of one slot; it begins with ``initial``, and with the promotions that the file knows of.
+
+    A launcher without descriptors has something to say: one is kept to write the file with, until ``close``.
+    """
 
     def __init__(self, path: Path, initial: SlotStatus) -> None:
         before, _ = status.read(path)
         self._path = path
         self._engines = 0
+        self._shown = False
         self._written: SlotStatus | None = None
+        self._again_at = 0.0
         self._complained = False
+        self._spare: int | None = None
         self.status = initial
         if before:
             self.status = replace(initial, promotions=before.promotions, promoted=before.promoted)
@@ -49,7 +61,10 @@ class Board:
 
     def show(self, role: Role, main: Process | None, ranks: tuple[Process, ...]) -> str:
         """Write down how it stands; one line about it."""
-        since = self.status.since if role == self.status.role and self._written else time.time()
+        since = self.status.since if role == self.status.role and self._shown else time.time()
+        if role != self.status.role:
+            self._again_at = 0.0
+        self._shown = True
         self.status = replace(
             self.status,
             role=role,
@@ -59,17 +74,28 @@ class Board:
             restarts=max(self._engines - 1, 0),
             problem=self.problem,
         )
-        if self.status != self._written:
+        if self.status != self._written and time.monotonic() >= self._again_at:
             self._write()
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
         line = f"active since {when}" if role == "active" else role
         return f"{line} ({self.problem})" if self.problem and role == "starting" else line
 
     def _write(self) -> None:
-        self._written = self.status
+        self.close()
         try:
             status.write(self._path, self.status)
         except WeightcacheError as error:
+            self._again_at = time.monotonic() + AGAIN_SECONDS
             if not self._complained:  # a full disk must not end an engine, nor fill a log
                 say(error.message)
             self._complained = True
+        else:
+            self._written = self.status
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Give up the descriptor that is kept."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)

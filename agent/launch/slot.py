@@ -210,8 +210,7 @@ class Slot:
             self._manager.ready()
 
     def _outranked(self) -> str:
-        rival = self._world.rival if self._role == "parked" else ""
-        return f"{rival} is more important, and has the same GPU" if rival else ""
+        return self._world.outranked() if self._role == "parked" else ""
 
     def _line(self, director: Director, before: Role) -> str:
         if self._role == "active" and director.promotion is not None:
@@ -221,7 +220,7 @@ class Slot:
             return ""
         if not self.stood:
             return f"{self._role} (ready after {time.monotonic() - self._began:.1f} s)"
-        if why := self._outranked():
+        if (why := self._outranked()) and not self._world.blind:  # which was said when that began
             return f"parked: {why}"
         return "retired" if before == "retiring" and self._role == "standby" else self._role
 

@@ -38,9 +38,10 @@ class SlotWorld:
         self._name = name
         self._claim = claim
         self._waited_for: tuple[str, ...] = ()
-        self._blind = False
-        self.rival = ""
+        self._rival = ""
         """The more important engine that was seen last."""
+        self.blind = ""
+        """Why it cannot be told whether there is one, in a sentence; empty while it can."""
         self._paths = paths
         self._channel = channel
         self._listener = listener
@@ -76,14 +77,21 @@ class SlotWorld:
     def parked(self) -> bool | None:
         """Whether the marker is there, or a more important engine; None if that cannot be told, which is said once."""
         try:
-            self.rival, self._blind = self._claim.more_important(), False
+            self._rival, self.blind = self._claim.more_important(), ""
         except NoRoom as error:
-            if not self._blind:
-                say(f"slot {self._name}: nobody can tell whether a more important engine is there: {error.message}")
-            self._blind = True
+            blind = f"nobody can tell whether a more important engine is there: {error.message}"
+            if not self.blind:
+                say(f"slot {self._name}: {blind}")
+            self.blind = blind
         if os.path.lexists(self._paths.parked):
             return True
-        return None if self._blind else bool(self.rival)
+        return None if self.blind else bool(self._rival)
+
+    def outranked(self) -> str:
+        """Because of whom this engine is parked, or why that cannot be told; empty where the marker alone parks it."""
+        if self.blind:
+            return self.blind
+        return f"{self._rival} is more important, and has the same GPU" if self._rival else ""
 
     def in_the_way(self) -> tuple[Blocker, ...]:
         """Whoever is less important, and has not parked yet. Says whom this engine waits for, when that is new."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,7 @@ def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot
         size=len(layout.ranks(launch)),
     )
     board = Board(paths.status(name.slot), initial)
-    with handed, Slot(name, paths, handed, limits, len(layout.ranks(launch)), board, manager) as slot:
+    with handed, closing(board), Slot(name, paths, handed, limits, len(layout.ranks(launch)), board, manager) as slot:
         yield slot
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.descriptors import descriptors
+from tests.unit.launch.support import eventually
 from weightcache.launch.board import Board
 from weightcache.launch.promotion import sentence
 from weightcache.standby import fence, status
@@ -19,6 +22,10 @@ RANKS = (Process(1, 2), Process(3, 4))
 @pytest.fixture
 def initial() -> SlotStatus:
     return SlotStatus("chat", "a", "starting", 0.0, fence.identify(os.getpid()), listen="127.0.0.1:1")
+
+
+def opened() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def promotion(cause: Cause = "start") -> Promotion:
@@ -72,6 +79,45 @@ def test_a_full_disk_is_said_once(tmp_path: Path, initial: SlotStatus, capfd: py
     board.show("starting", None, ())
     board.show("standby", None, ())
     assert capfd.readouterr().err.count("cannot be written") == 1
+
+
+def test_what_could_not_be_written_is_written_later(
+    tmp_path: Path, initial: SlotStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gone" / "chat-a.json"
+    tries: list[str] = []
+    write = status.write
+    monkeypatch.setattr(status, "write", lambda path, said: tries.append(said.role) or write(path, said))
+    board = Board(path, initial)
+    with contextlib.closing(board):
+        for role in ("starting", "standby", "standby", "standby"):
+            board.show(role, None, ())
+        assert tries == ["starting", "standby"]  # not all the time
+        since = board.status.since
+        path.parent.mkdir()
+        assert eventually(lambda: board.show("standby", None, ()) and path.exists())
+        found, _ = status.read(path)
+        assert found is not None
+        assert (found.role, found.since) == ("standby", since)
+
+
+def test_without_descriptors_there_is_one_to_write_with(
+    tmp_path: Path, initial: SlotStatus, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "chat-a.json"
+    before = opened()
+    with contextlib.closing(Board(path, initial)) as board:
+        board.show("starting", None, ())
+        with descriptors(0):
+            for board.problem in ("one", "another"):
+                board.show("parked", None, ())
+            with pytest.raises(OSError, match="Too many open files"):
+                path.read_text()
+        found, _ = status.read(path)
+        assert found is not None
+        assert found.problem == "another"
+    assert capfd.readouterr().err == ""
+    assert opened() == before
 
 
 def test_whose_engine_was_before(tmp_path: Path, initial: SlotStatus) -> None:

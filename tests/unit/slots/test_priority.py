@@ -12,11 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.unit.launch.support import eventually
 from tests.unit.slots.support import Slots, clients, request
+from weightcache import transport
 from weightcache.launch import director
+from weightcache.standby.status import SlotStatus
 
 
 @pytest.fixture
@@ -123,6 +126,46 @@ def test_no_engine_is_promoted_while_its_launcher_cannot_see_who_else_is_there(l
     assert low.until("a", "active").main == engine
     assert high.launchers.pop("a").wait(20) == -signal.SIGTERM
     never_both(low, high)
+
+
+def said(engine: Slots) -> SlotStatus:
+    found = engine.status("a")
+    assert found is not None
+    return found
+
+
+@contextlib.contextmanager
+def exhausted(engine: Slots, report: Path) -> Iterator[psutil.Process]:
+    """Connections have taken every descriptor that the launcher of slot a may have, and more wait."""
+    launcher = psutil.Process(engine.launchers["a"].pid)
+    before = launcher.rlimit(psutil.RLIMIT_NOFILE)
+    open_ = [int(path.name) for path in Path(f"/proc/{launcher.pid}/fd").iterdir()]
+    with contextlib.ExitStack() as stack:
+        launcher.rlimit(psutil.RLIMIT_NOFILE, (max(open_) + 1, before[1]))
+        stack.callback(launcher.rlimit, psutil.RLIMIT_NOFILE, before)
+        for _ in range(max(open_) + 1 - len(open_) + 5):
+            stack.enter_context(transport.connect(report, time.monotonic() + 5))
+        assert eventually(lambda: any("nobody can be let in" in line for line in engine.log("a").splitlines()))
+        yield launcher
+
+
+def test_who_is_parked_because_its_launcher_cannot_look_says_so_and_its_launcher_rests(low: Slots, high: Slots) -> None:
+    low.start("a")
+    low.until("a", "active")
+    assert low.ask("a", "park").ok
+    assert low.until("a", "parked").problem == ""
+    [report] = low.runtime.glob("wcache-launch-*/report")
+    high.start("a")
+    high.until("a", "active")
+    with exhausted(low, report) as launcher:
+        low.paths.parked.unlink()
+        assert eventually(lambda: BLIND in said(low).problem)
+        assert said(low).problem.endswith("(Too many open files)")
+        used = sum(launcher.cpu_times()[:2])
+        time.sleep(2)
+        assert sum(launcher.cpu_times()[:2]) - used < 0.5
+    assert eventually(lambda: said(low).problem == "high is more important, and has the same GPU")
+    assert low.role("a") == "parked"
 
 
 def test_a_more_important_engine_that_dies_leaves_the_memory_at_once(low: Slots, high: Slots) -> None:

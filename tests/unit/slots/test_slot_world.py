@@ -41,17 +41,24 @@ def world(tmp_path: Path) -> SlotWorld:
 def test_who_cannot_look_knows_nothing_of_more_important_engines(
     world: SlotWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    blind = "nobody can tell whether a more important engine is there"
     with running(tmp_path, "high", 9):
         for _ in range(2):
             with descriptors(0):
                 assert [world.parked() for _ in range(3)] == [None] * 3
-            assert capsys.readouterr().err.count("nobody can tell whether a more important engine is there") == 1
+                assert world.outranked().startswith(f"{blind}: {tmp_path}")
+                assert world.outranked().endswith("(Too many open files)")
+            assert capsys.readouterr().err.count(blind) == 1
             assert world.parked() is True
-            assert world.rival == "high"
+            assert world.outranked() == "high is more important, and has the same GPU"
     assert world.parked() is False
+    assert world.outranked() == ""
     EnginePaths(tmp_path, "mine").parked.touch()
     with descriptors(0):
         assert world.parked() is True  # the marker can be seen without a descriptor
+        assert world.outranked().startswith(blind)
+    assert world.parked() is True
+    assert world.outranked() == ""
 
 
 def test_who_cannot_look_waits_for_whoever_may_be_there(
