@@ -17,15 +17,25 @@ from weightcache.engine import adapter
 
 PROFILE_BYTES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 IS_BACKED_LATER = "sglang.srt.model_executor.model_runner_components.kv_pool_runtime.is_post_capture_kv_active"
+SHARE_WITH_STATES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache"
+"""Called by PROFILE_BYTES for models whose layers keep states: what of the memory is left for keys and values."""
+MAKE_LATENT = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers"
+MAKE_STATES = "sglang.srt.mem_cache.memory_pool.MambaPool.__init__"
 BACK_NOW = "sglang.srt.model_executor.model_runner.ModelRunner.post_capture_resize_kv_pool"
 MEMORY_POOL = "sglang.srt.mem_cache.memory_pool"
 OWNER = "KvVmmBufferOwner"
 """The name in MEMORY_POOL by which pools make what holds their buffers."""
 
+_FP8 = ("fp8_e4m3", "fp8_e5m2")
+POOLS = frozenset(("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "HybridLinearKVPool"))
+"""Classes whose memory comes and goes, when they are made in the ways above."""
+
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # (argument, values that are supported, what the others are)
-    ("speculative_algorithm", (None,), "speculative decoding"),
-    ("kv_cache_dtype", (None, "auto", "bf16", "bfloat16", "float16"), "a quantized KV cache"),
+    ("speculative_algorithm", (None, "EAGLE", "EAGLE3", "STANDALONE"), "this kind of speculative decoding"),
+    ("kv_cache_dtype", (None, "auto", "bf16", "bfloat16", "float16", *_FP8), "this quantized KV cache"),
+    ("enable_int8_mamba_checkpoint", (None, False), "a second pool of states"),
+    ("enable_page_major_kv_layout", (None, False), "a KV cache that is ordered by pages"),
     ("enable_memory_saver", (None, False), "the memory saver"),
     ("enable_hierarchical_cache", (None, False), "the hierarchical cache"),
     ("enable_lmcache", (None, False), "LMCache"),
@@ -47,23 +57,60 @@ def why_not(model_runner: Any) -> str:
     for name, supported, what in UNSUPPORTED:
         if adapter.resolved(model_runner.server_args, name) not in supported:
             return what
+    if family := _other_family(model_runner.model_config.hf_config):
+        return family
+    if model_runner.is_hybrid_swa_compress:
+        return "layers with a sliding window over other heads"
+    if has_states(model_runner.model_config) and adapter.resolved(model_runner.server_args, "speculative_algorithm"):
+        return "speculative decoding by a model that keeps a state for each request"
+    if os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"):
+        return "a memory pool of its own"
+    return ""
+
+
+def _other_family(config: Any) -> str:
+    from sglang.srt.configs import model_config
+
+    if model_config.is_deepseek_dsa(config):
+        return "sparse attention that keeps an index (DSA)"
+    if model_config.is_deepseek_v4(config) or model_config.is_minimax_sparse(config):
+        return "compressed or sparse KV memory"
+    return ""
+
+
+def unproven(model_runner: Any) -> str:
+    """What no run on a GPU has shown to come back as it was, of what ``why_not`` lets pass; or an empty text."""
+    if adapter.resolved(model_runner.server_args, "speculative_algorithm"):
+        return "speculative decoding"
     if model_runner.kv_cache_dtype.itemsize < 2:  # what "auto" came to, as with a checkpoint that says FP8
         return f"a quantized KV cache ({model_runner.kv_cache_dtype})"
     if model_runner.use_mla_backend:
         return "latent attention (MLA)"
     if model_runner.is_hybrid_swa:
         return "layers with a sliding window"
-    if _has_state(model_runner):
+    if has_states(model_runner.model_config):
         return "layers that keep a state for each request"
-    if os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"):
-        return "a memory pool of its own"
     return ""
 
 
-def _has_state(model_runner: Any) -> bool:
+def strange_pools(model_runner: Any) -> str:
+    """The class of a pool of this engine that is none of POOLS, or an empty text."""
+    pool = model_runner.token_to_kv_pool
+    parts = [getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")]
+    names = [type(part).__name__ for part in (pool, *parts) if part is not None]
+    return next((name for name in names if name not in POOLS), "")
+
+
+def shares_with_states(configurator: Any) -> bool:
+    """Whether PROFILE_BYTES gives a part of the memory to states."""
+    return configurator.mambaish_config is not None
+
+
+def has_states(model_config: Any) -> bool:
+    """Whether some layers keep a state for each request in place of keys and values."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    return mambaish_config(model_runner.model_config) is not None
+    return mambaish_config(model_config) is not None
 
 
 def replace_owner(owner: type) -> None:
@@ -75,8 +122,7 @@ def replace_owner(owner: type) -> None:
 
 def back_as_planned(model_runner: Any) -> None:
     """What follows the capture of graphs: the pool gets exactly the tokens that it was made for."""
-    pool = model_runner.token_to_kv_pool
-    pool.finalize_backing(model_runner.memory_pool_config)
+    model_runner.token_to_kv_pool.finalize_backing(model_runner.memory_pool_config)
 
 
 def plan_key(configurator: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from weightcache.engine import adapter, adapter_phases, private
+from weightcache.engine import adapter, adapter_kv, adapter_phases, private
 from weightcache.engine.adapter_server import HTTP_SERVER, say_started
 
 INPUT = "sglang.srt.managers.scheduler.Scheduler.process_input_requests"
@@ -27,6 +27,10 @@ WORK = frozenset(
 )  # fmt: skip
 """Requests that use KV memory, by the names of their types; scores are embeddings or one token."""
 _UNLIMITED = 1 << 40
+FIRST_STATES = 16
+"""How many states have memory before an engine owns it, of a model that keeps a state for each request."""
+_STATES_OF_A_REQUEST = 8
+"""At most: its own, those that it is computed ahead in, and those that the prefix cache keeps of it."""
 
 REFUSED_ARGUMENTS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # (argument, values with which an engine may be in a slot, why not with others)
@@ -98,16 +102,23 @@ def room_of(manager: Any) -> int:
 
 
 def tokens_of(manager: Any, request: Any) -> int:
-    """How many tokens of KV memory are taken at most by what ``is_work``."""
-    # Up to two pages begun: the last one, and that of a token which is computed ahead.
+    """How many tokens of KV memory are taken at most by what ``is_work``.
+
+    A state of a request counts as so many tokens that both have room in the same way.
+    """
+    # Up to two pages begun: the last one, and that of a token which is computed ahead; and what a draft guesses.
     begun = 2 * int(adapter.resolved(manager.server_args, "page_size") or 1)
+    begun += 2 * int(adapter.resolved(manager.server_args, "speculative_num_draft_tokens") or 0)
+    states = adapter_kv.has_states(manager.model_config)
+    least = room_of(manager) * _STATES_OF_A_REQUEST // FIRST_STATES if states else 0
     found = 0
     for one in getattr(request, "batch", (request,)):
         given = one.input_embeds if one.input_ids is None else one.input_ids
-        found += len(given) + begun
+        tokens = len(given) + begun
         if "Generate" in type(one).__name__:
             limit = one.sampling_params.max_new_tokens
-            found += _UNLIMITED if limit is None else limit
+            tokens += _UNLIMITED if limit is None else limit
+        found += max(tokens, least)
     return found
 
 

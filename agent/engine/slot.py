@@ -62,7 +62,7 @@ def rank_hooks(directive: Directive) -> dict[str, Callable[..., Any]]:
         from weightcache.engine import parked_kv
 
         memory, hooks = (
-            parked_kv.ParkedMemory(),
+            parked_kv.ParkedMemory(slot.unproven),
             parked_kv.hooks(Path(slot.plan), Path(slot.lock), slot.reserve_bytes, slot.kv_bytes),
         )
     rank = slot_rank.SlotRank(directive, slot, memory)

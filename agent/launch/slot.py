@@ -98,6 +98,7 @@ class Slot:
             os.fspath(self._paths.plan),
             self._limits.reserve_bytes,
             self._limits.kv_bytes,
+            self._limits.unproven,
         )
 
     def over(self, text: str) -> None:

@@ -73,6 +73,7 @@ def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot
         standby.hang_seconds,
         reserve_bytes=int(standby.reserve_gigabytes * 2**30),
         kv_bytes=int(standby.kv_gigabytes * 2**30),
+        unproven=standby.unproven,
     )
     initial = SlotStatus(
         name.engine,

@@ -59,8 +59,9 @@ class Limits:
 
     ``start``: until a process that says nothing yet counts as hung. ``rest``: how long one that has retired leaves the
     lock to a standby. ``margin``: how much longer than ``drain`` retiring may take. ``reserve_bytes``: GPU memory that
-    the active engine leaves to a standby. ``kv_bytes``: KV memory on each GPU, 0 if that is measured. ``clear``: how
-    long less important engines may neither say that they retire nor give theirs back.
+    the active engine leaves to a standby. ``kv_bytes``: KV memory on each GPU, 0 if that is measured. ``unproven``: as
+    in the engine's file. ``clear``: how long less important engines may neither say that they retire nor give theirs
+    back.
     """
 
     own: float
@@ -72,6 +73,7 @@ class Limits:
     margin: float = 45.0
     reserve_bytes: int = 0
     kv_bytes: int = 0
+    unproven: bool = False
     clear: float = 180.0
 
 

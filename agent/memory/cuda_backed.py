@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,6 @@ from weightcache.errors import DeviceUnavailable
 from weightcache.memory.cuda_vmm import CudaError, _ArrayInterface, is_out_of_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from weightcache.memory.cuda_vmm import CudaMemory
 
 
@@ -30,20 +29,28 @@ PAUSE_SECONDS = 0.002
 """Between two attempts to have a piece of memory that somebody is giving back."""
 
 
+Extents = Sequence[tuple[int, int]]
+"""Parts of a range, as (first byte, byte after the last one), one after the other."""
+
+
 class CudaBacked:
-    """Ranges of addresses of one GPU, each with memory behind its first bytes, as many as are wanted at the time.
+    """Ranges of addresses of one GPU, each with memory behind some parts, those that are wanted at the time.
 
     Nobody may use what has no memory: a kernel that does ends its process.
     """
 
-    def __init__(self, memory: CudaMemory, spans: Sequence[int]) -> None:
-        """Reserve a range of at least ``spans[i]`` bytes each. Raises NoRoom or DeviceUnavailable."""
+    def __init__(self, memory: CudaMemory, spans: Sequence[int], *, zeroed: bool = False) -> None:
+        """Reserve a range of at least ``spans[i]`` bytes each. Raises NoRoom or DeviceUnavailable.
+
+        ``zeroed``: memory that comes is zero; otherwise it is undefined.
+        """
         self._memory = memory
+        self._zeroed = zeroed
         self._ranges: list[_Range] = []
         with memory.failures(DeviceUnavailable, f"cannot reserve {sum(spans)} bytes of GPU addresses"):
             try:
                 for span in spans:
-                    size = self._rounded(span)
+                    size = -(-span // memory.granularity) * memory.granularity
                     with memory.current():
                         base = int(memory.driver.cuMemAddressReserve(size, memory.granularity, 0, 0))
                     self._ranges.append(_Range(base, size))
@@ -56,8 +63,8 @@ class CudaBacked:
         """Bytes of memory behind all ranges."""
         return sum(entry.backed for entry in self._ranges)
 
-    def back(self, sizes: Sequence[int], deadline: float | None = None) -> float:
-        """Have memory behind at least the first ``sizes[i]`` bytes of each range; its bytes are undefined.
+    def back(self, wanted: Sequence[Extents], deadline: float | None = None) -> float:
+        """Have memory behind at least the parts ``wanted[i]`` of each range.
 
         Memory that is not free is waited for until ``deadline`` (time.monotonic()), piece by piece: what there is, is
         kept meanwhile, since whatever is given back has to be cleared by the driver before anybody gets it again. The
@@ -65,33 +72,37 @@ class CudaBacked:
         nothing else is.
         """
         memory = self._memory
-        wanted = self._within(sizes)
+        rounded = self._within(wanted)
         done: list[tuple[_Range, int]] = []
         waited = 0.0
-        with memory.failures(DeviceUnavailable, f"cannot back {sum(wanted)} bytes of GPU addresses"), memory.current():
+        size = sum(end - start for parts in rounded for start, end in parts)
+        with memory.failures(DeviceUnavailable, f"cannot back {size} bytes of GPU addresses"), memory.current():
             try:
-                for entry, size in zip(self._ranges, wanted, strict=True):
-                    if size > entry.backed:
-                        done.append((entry, entry.backed))
-                        while size > entry.backed:
-                            waited += self._extend_by(entry, min(size - entry.backed, PIECE), deadline)
+                for entry, parts in zip(self._ranges, rounded, strict=True):
+                    for start, end in entry.gaps(parts):
+                        for at in range(start, end, PIECE):
+                            waited += self._wait_for(entry, at, min(end - at, PIECE), deadline)
+                            done.append((entry, at))
+                if self._zeroed and done:
+                    self._clear(done)
             except CudaError:
-                for entry, before in done:
-                    self._cut(entry, before)
+                for entry, at in reversed(done):
+                    self._unmap(entry, at)
                 raise
         return waited
 
-    def give_back(self, sizes: Sequence[int]) -> None:
-        """Give back the memory behind all but the first ``sizes[i]`` bytes of each range, after the device is done.
+    def give_back(self, kept: Sequence[Extents]) -> None:
+        """Give back the memory behind all but the parts ``kept[i]`` of each range, after the device is done.
 
         As ``back`` took it: a piece goes as a whole or stays as a whole. Raises DeviceUnavailable.
         """
         memory = self._memory
-        wanted = self._within(sizes)
+        rounded = self._within(kept)
         with memory.failures(DeviceUnavailable, "cannot give GPU memory back"), memory.current():
             memory.driver.cuCtxSynchronize()
-            for entry, size in zip(self._ranges, wanted, strict=True):
-                self._cut(entry, size)
+            for entry, parts in zip(self._ranges, rounded, strict=True):
+                for at in entry.outside(parts):
+                    self._unmap(entry, at)
 
     def tensor(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The whole range ``index`` as a contiguous tensor; it does not keep the range alive."""
@@ -113,29 +124,29 @@ class CudaBacked:
                 driver.cuCtxSynchronize()
             while self._ranges:
                 entry = self._ranges.pop()
-                with contextlib.suppress(CudaError):
-                    self._cut(entry, 0)
+                for at in list(entry.pieces):
+                    with contextlib.suppress(CudaError):
+                        self._unmap(entry, at)
                 with contextlib.suppress(CudaError):
                     driver.cuMemAddressFree(entry.base, entry.size)
 
-    def _rounded(self, size: int) -> int:
-        return -(-size // self._memory.granularity) * self._memory.granularity
+    def _within(self, wanted: Sequence[Extents]) -> list[Extents]:
+        """The same parts in whole granules. Raises ValueError for what is not in the ranges."""
+        if len(wanted) != len(self._ranges):
+            raise ValueError(f"parts of {len(wanted)} ranges, of which there are {len(self._ranges)}")
+        found = [rounded(parts, self._memory.granularity) for parts in wanted]
+        for parts, entry in zip(found, self._ranges, strict=True):
+            if parts and parts[-1][1] > entry.size:
+                raise ValueError(f"part {parts[-1]} of a range of {entry.size} bytes")
+        return found
 
-    def _within(self, sizes: Sequence[int]) -> list[int]:
-        wanted = [self._rounded(size) for size in sizes]
-        if len(wanted) != len(self._ranges) or any(
-            not 0 <= size <= entry.size for size, entry in zip(wanted, self._ranges, strict=True)
-        ):
-            raise ValueError(f"sizes that are not those of the ranges: {list(sizes)}")
-        return wanted
-
-    def _extend_by(self, entry: _Range, size: int, deadline: float | None) -> float:
+    def _wait_for(self, entry: _Range, at: int, size: int, deadline: float | None) -> float:
         """One more piece, before ``deadline``; the seconds until there was memory for it. Raises CudaError."""
         begin = time.monotonic()
         waited = 0.0
         while True:
             try:
-                self._extend(entry, size)
+                self._map(entry, at, size)
             except CudaError as error:
                 now = time.monotonic()
                 if deadline is None or now >= deadline or not is_out_of_memory(error):
@@ -145,9 +156,9 @@ class CudaBacked:
             else:
                 return waited
 
-    def _extend(self, entry: _Range, size: int) -> None:
+    def _map(self, entry: _Range, at: int, size: int) -> None:
         memory = self._memory
-        address = entry.base + entry.backed
+        address = entry.base + at
         handle = memory.driver.cuMemCreate(size, memory.properties(), 0)
         try:
             memory.driver.cuMemMap(address, size, 0, handle, 0)
@@ -161,23 +172,64 @@ class CudaBacked:
             # The mapping keeps the memory; a handle left open would outlive it.
             with contextlib.suppress(CudaError):
                 memory.driver.cuMemRelease(handle)
-        entry.pieces.append(size)
+        entry.pieces[at] = size
 
-    def _cut(self, entry: _Range, keep: int) -> None:
-        while entry.pieces and entry.backed - entry.pieces[-1] >= keep:
-            size = entry.pieces[-1]
-            self._memory.driver.cuMemUnmap(entry.base + entry.backed - size, size)
-            entry.pieces.pop()
+    def _unmap(self, entry: _Range, at: int) -> None:
+        self._memory.driver.cuMemUnmap(entry.base + at, entry.pieces[at])
+        del entry.pieces[at]
+
+    def _clear(self, pieces: list[tuple[_Range, int]]) -> None:
+        for entry, at in pieces:
+            self._memory.driver.cuMemsetD8(entry.base + at, 0, entry.pieces[at])
+        # Streams that do not wait for the default one may use it next.
+        self._memory.driver.cuCtxSynchronize()
 
 
 class _Range:
-    """``size`` reserved bytes at ``base``, of which ``pieces`` are backed, one allocation each, from its start on."""
+    """``size`` reserved bytes at ``base``; ``pieces``: those that are backed, one allocation each: offset and size."""
 
     def __init__(self, base: int, size: int) -> None:
         self.base = base
         self.size = size
-        self.pieces: list[int] = []
+        self.pieces: dict[int, int] = {}
 
     @property
     def backed(self) -> int:
-        return sum(self.pieces)
+        return sum(self.pieces.values())
+
+    def gaps(self, parts: Extents) -> list[tuple[int, int]]:
+        """Of ``parts``, which ascend, what is not backed."""
+        found = []
+        pieces = sorted(self.pieces.items())
+        for start, end in parts:
+            at = start
+            for offset, size in pieces:
+                if at < offset < end:
+                    found.append((at, offset))
+                if offset < end:
+                    at = max(at, offset + size)
+            if at < end:
+                found.append((at, end))
+        return found
+
+    def outside(self, parts: Extents) -> list[int]:
+        """The pieces, by offset, of which nothing is in ``parts``."""
+        return [
+            offset
+            for offset, size in self.pieces.items()
+            if not any(start < offset + size and offset < end for start, end in parts)
+        ]
+
+
+def rounded(parts: Extents, granularity: int) -> Extents:
+    """``parts``, which ascend, in whole granules; those that touch are one. Raises ValueError for what is no part."""
+    found: list[tuple[int, int]] = []
+    for start, end in parts:
+        if not 0 <= start <= end or (found and start < found[-1][0]):
+            raise ValueError(f"no part of a range: {(start, end)} of {list(parts)}")
+        low, high = start // granularity * granularity, -(-end // granularity) * granularity
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        elif start < end:
+            found.append((low, high))
+    return found

@@ -53,6 +53,7 @@ class StandbyTable:
 
     ``reserve_gigabytes`` (2**30 bytes): GPU memory that an active engine leaves to a standby, for its context, graphs
     and workspaces. ``kv_gigabytes``: KV memory on each GPU; 0: what is free when the first engine starts, less that.
+    ``unproven``: take kinds of KV memory that no run on a GPU has shown to come back as it was.
     """
 
     hang_seconds: float = 60.0
@@ -60,6 +61,7 @@ class StandbyTable:
     own_seconds: float = 60.0
     reserve_gigabytes: float = 8.0
     kv_gigabytes: float = 0.0
+    unproven: bool = False
 
 
 @dataclass(frozen=True, slots=True)

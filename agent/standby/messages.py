@@ -29,7 +29,7 @@ class Slot:
     engine's resources (weightcache.standby.locks). ``private``: path of the Unix socket that the HTTP server listens
     on while it is no active one. ``plan``: path of the file in which both slots agree on the bytes of KV memory, and
     ``reserve_bytes``: GPU memory that the active engine leaves to the standby. ``kv_bytes``: of KV memory on each GPU,
-    0 if that is to be measured.
+    0 if that is to be measured. ``unproven``: whether kinds of KV memory may be used that no run on a GPU has shown.
     """
 
     channel: str
@@ -38,6 +38,7 @@ class Slot:
     plan: str = ""
     reserve_bytes: int = 0
     kv_bytes: int = 0
+    unproven: bool = False
 
 
 @dataclass(frozen=True, slots=True)

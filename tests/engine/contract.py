@@ -26,6 +26,7 @@ from torch import nn
 
 import weightcache
 from tests.support.layouts import LAYOUTS
+from tests.unit.memory.fake_driver import FakeDriver
 from weightcache import sglang_options
 from weightcache.deployment import Deployment
 from weightcache.engine import (
@@ -39,11 +40,13 @@ from weightcache.engine import (
     adapter_warm,
     evidence,
     gate,
+    parked_buffers,
     parked_kv,
     refusals,
 )
 from weightcache.errors import UnsupportedMethod
 from weightcache.launch import arguments, server_only
+from weightcache.memory.cuda_vmm import CudaMemory
 from weightcache.warm import seats
 
 PARALLEL = (
@@ -110,6 +113,9 @@ def targets() -> Iterator[str]:
         adapter_kv.PROFILE_BYTES,
         adapter_kv.IS_BACKED_LATER,
         adapter_kv.BACK_NOW,
+        adapter_kv.SHARE_WITH_STATES,
+        adapter_kv.MAKE_LATENT,
+        adapter_kv.MAKE_STATES,
         adapter_slot.INPUT,
         adapter_slot.SEND,
         adapter_slot.RANK_KNOWN,
@@ -312,10 +318,10 @@ def kv_memory() -> Iterator[str]:
     owner = kv_vmm_backing.KvVmmBufferOwner
     if getattr(memory_pool, adapter_kv.OWNER, None) is not owner:
         yield f"{adapter_kv.MEMORY_POOL} has no {adapter_kv.OWNER}"
-    if wanted := set(parameters(owner)) ^ set(parameters(parked_kv.KvBuffers)):
+    if wanted := set(parameters(owner)) ^ set(parameters(parked_buffers.KvBuffers)):
         yield f"KvBuffers takes other arguments than KvVmmBufferOwner: {sorted(wanted)}"
     for name in ("ensure_prefix", "finalize", "close", "backed_bytes"):
-        if not (hasattr(owner, name) and hasattr(parked_kv.KvBuffers, name)):
+        if not (hasattr(owner, name) and hasattr(parked_buffers.KvBuffers, name)):
             yield f"KvVmmBufferOwner or KvBuffers has no {name}"
     source = inspect.getsource(memory_pool.MHATokenToKVPool)
     used = set(re.findall(r"self\._post_capture_owner\.(\w+)", source))
@@ -328,6 +334,58 @@ def kv_memory() -> Iterator[str]:
         yield "is_post_capture_kv_active takes no is_draft_worker"
     if parameters(memory_pool.MHATokenToKVPool.finalize_backing)[1:] != ["config"]:
         yield "finalize_backing takes something else"
+    if parameters(resolve(adapter_kv.SHARE_WITH_STATES)) != ["self", "total_rest_memory"]:
+        yield f"{adapter_kv.SHARE_WITH_STATES} takes something else"
+    if "self._handle_max_mamba_cache(rest_memory)" not in inspect.getsource(resolve(adapter_kv.PROFILE_BYTES)):
+        yield f"{adapter_kv.PROFILE_BYTES} gives states their share in another way"
+    for name in ("is_deepseek_dsa", "is_deepseek_v4", "is_minimax_sparse"):
+        if parameters(resolve(f"sglang.srt.configs.model_config.{name}")) != ["config"]:
+            yield f"{name} takes something else"
+    for name in adapter_kv.POOLS:
+        resolve(f"sglang.srt.mem_cache.{'swa_memory_pool' if name == 'SWAKVPool' else 'memory_pool'}.{name}")
+
+
+def parked_pools() -> Iterator[str]:
+    """SGLang's own pools of zeros make all of their large buffers as parked ones; with host memory for GPU memory."""
+    from sglang.srt.mem_cache import memory_pool
+
+    latent, states = memory_pool.MLATokenToKVPool, memory_pool.MambaPool
+    make_latent, make_states = latent._create_buffers, states.__init__
+    hooks = parked_kv.hooks(Path("plan"), Path("lock"), 0)
+    made: list[torch.Tensor] = []
+
+    def tensor(_: Any, __: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.zeros(shape, dtype=dtype))
+        return made[-1]
+
+    def memory(device: int) -> CudaMemory:
+        return CudaMemory(device, FakeDriver(free=1 << 40))
+
+    with (
+        mock.patch.object(parked_buffers, "_DEVICE", "cpu"),
+        mock.patch.object(parked_buffers.Parked, "memory", staticmethod(memory)),
+        mock.patch.object(parked_buffers.CudaBacked, "tensor", tensor),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        mock.patch.object(latent, "_create_buffers", lambda pool: hooks[adapter_kv.MAKE_LATENT](make_latent, pool)),
+        mock.patch.object(
+            states, "__init__", lambda *args, **kwargs: hooks[adapter_kv.MAKE_STATES](make_states, *args, **kwargs)
+        ),
+    ):
+        one = latent(
+            1 << 16, page_size=64, dtype=torch.bfloat16, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=3,
+            device="cpu", enable_memory_saver=False,
+        )  # fmt: skip
+        if [id(buffer) for buffer in one.kv_buffer] != [id(buffer) for buffer in made]:
+            yield f"{len(made)} of the {len(one.kv_buffer)} buffers of MLATokenToKVPool are parked"
+        made.clear()
+        shape = SimpleNamespace(conv=[(256, 3)], temporal=(4, 64, 64))
+        dtype = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
+        two = states(
+            size=256, spec_state_size=8, cache_params=SimpleNamespace(shape=shape, dtype=dtype, is_kda=False),
+            mamba_layer_ids=[0, 1], device="cpu",
+        )  # fmt: skip
+        if two.mamba_cache.temporal is not made[-1]:
+            yield "the states of MambaPool are not parked"
 
 
 def slots() -> Iterator[str]:
@@ -584,7 +642,7 @@ def main() -> int:
     """Print what was found."""
     checks = (
         warm_workers, imports, targets, signatures, modelopt, baseline, answers, topology, layouts, methods,
-        ranks_alone, start_phases, kv_memory, slots, uvicorn_server,
+        ranks_alone, start_phases, kv_memory, parked_pools, slots, uvicorn_server,
     )  # fmt: skip
     problems = [problem for check in checks for problem in check()]
     options = set(parser()._option_string_actions)

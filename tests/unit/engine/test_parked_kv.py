@@ -1,8 +1,8 @@
-"""KV buffers whose memory comes and goes, against a stand-in driver, and the plan that both slots go by."""
+"""KV memory that comes and goes, against a stand-in driver: which kinds, how pools are made, what is kept."""
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 import threading
 import time
@@ -16,12 +16,11 @@ import torch
 
 from tests.unit.memory.fake_driver import GRANULARITY, FakeDriver
 from weightcache.engine import adapter, adapter_kv, parked_kv
-from weightcache.engine.parked_kv import KvBuffers
-from weightcache.errors import NoRoom, WeightcacheError
+from weightcache.engine.parked_buffers import KvBuffers, Parked, Reserving
+from weightcache.errors import NoRoom, UsageError, WeightcacheError
 from weightcache.memory import cuda_backed
 from weightcache.memory.cuda_backed import CudaBacked
 from weightcache.memory.cuda_vmm import CudaMemory
-from weightcache.standby.locks import ByteLock
 
 ROW = 4096
 """Bytes of a token in one buffer: 512 tokens fit the first piece of memory."""
@@ -48,10 +47,10 @@ class Desc:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     fake = FakeDriver()
-    monkeypatch.setattr(KvBuffers, "memory", staticmethod(lambda device: CudaMemory(device, fake)))
+    monkeypatch.setattr(Parked, "memory", staticmethod(lambda device: CudaMemory(device, fake)))
     monkeypatch.setattr(CudaBacked, "tensor", lambda *_: torch.empty(0, device="meta"))
     yield fake
-    for buffers in list(KvBuffers.made):
+    for buffers in list(Parked.made):
         buffers.close()
 
 
@@ -78,17 +77,14 @@ def test_memory_for_all_tokens_only_while_it_is_owned(driver: FakeDriver) -> Non
     assert parked_kv.take(1) == 2 * (TOKENS + 1) * ROW
     made.close()
     assert driver.free == free
-    assert KvBuffers.made == []
+    assert Parked.made == []
 
 
+@pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(("multimodal", "tokens"), [(False, 1024), (True, 8192)])
-def test_a_warm_up_has_room_from_the_start(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, multimodal: bool, tokens: int
-) -> None:
-    monkeypatch.setattr(adapter_kv, "why_not", lambda _: "")
-    monkeypatch.setattr(adapter_kv, "replace_owner", lambda _: None)
-    monkeypatch.setattr(KvBuffers, "first_tokens", 0)
-    model: Any = SimpleNamespace(model_config=SimpleNamespace(is_multimodal=multimodal))
+def test_a_warm_up_has_room_from_the_start(driver: FakeDriver, multimodal: bool, tokens: int) -> None:
+    model = runner()
+    model.model_config.is_multimodal = multimodal
     parked_kv.ParkedMemory().check(model)
     made = buffers(rows=20_000)
     assert tokens * ROW < made.backed_bytes / 2 <= (tokens + 1) * ROW + GRANULARITY
@@ -176,163 +172,213 @@ def test_without_room_for_the_first_tokens_nothing_is_left(driver: FakeDriver) -
     driver.free = GRANULARITY
     with pytest.raises(NoRoom):
         buffers()
-    assert KvBuffers.made == []
+    assert Parked.made == []
     driver.assert_clean()
 
 
+def runner(dtype: torch.dtype = torch.bfloat16, mla: bool = False, window: bool = False, **arguments: Any) -> Any:
+    """As much of a ModelRunner as is asked, of a model that may be in a slot."""
+    return SimpleNamespace(
+        server_args=SimpleNamespace(**arguments),
+        kv_cache_dtype=dtype,
+        use_mla_backend=mla,
+        is_hybrid_swa=window,
+        is_hybrid_swa_compress=False,
+        model_config=SimpleNamespace(hf_config="plain", is_multimodal=False),
+    )
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_kv, "has_states", lambda config: config.hf_config == "states")
+    monkeypatch.setattr(adapter_kv, "_other_family", lambda config: "an index" if config == "sparse" else "")
+    monkeypatch.setattr(adapter_kv, "replace_owner", lambda _: None)
+    monkeypatch.setattr(KvBuffers, "first_tokens", 0)
+
+
+def of(family: str, given: Any) -> Any:
+    given.model_config.hf_config = family
+    return given
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (runner(kv_cache_dtype="mxfp8"), "this quantized KV cache"),
+        (runner(speculative_algorithm="NGRAM"), "this kind of speculative decoding"),
+        (runner(enable_kv_cache_sharding=True), "a KV cache that is cut by pages"),
+        (runner(enable_page_major_kv_layout=True), "a KV cache that is ordered by pages"),
+        (runner(enable_unified_memory=True), "KV memory that is one with the memory of other states"),
+        (of("sparse", runner()), "an index"),
+        (of("states", runner(speculative_algorithm="EAGLE")), "speculative decoding by a model that keeps a state"),
+    ],
+)
+def test_which_kv_memory_cannot_be_parked(given: Any, why: str) -> None:
+    with pytest.raises(UsageError, match=f"does not work yet with {re.escape(why)}"):
+        parked_kv.ParkedMemory(unproven=True).check(given)
+
+
+@pytest.mark.usefixtures("models")
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (runner(), ""),
+        (runner(kv_cache_dtype="bf16", speculative_algorithm=None), ""),
+        (runner(torch.float8_e4m3fn, kv_cache_dtype="fp8_e4m3"), "a quantized KV cache (torch.float8_e4m3fn)"),
+        (runner(torch.float8_e5m2, kv_cache_dtype="auto"), "a quantized KV cache (torch.float8_e5m2)"),
+        (runner(mla=True), "latent attention (MLA)"),
+        (runner(window=True), "layers with a sliding window"),
+        (runner(speculative_algorithm="EAGLE3"), "speculative decoding"),
+        (of("states", runner()), "layers that keep a state for each request"),
+    ],
+)
+def test_what_no_run_has_shown_has_to_be_asked_for(given: Any, what: str) -> None:
+    parked_kv.ParkedMemory(unproven=True).check(given)
+    if not what:
+        parked_kv.ParkedMemory().check(given)
+        return
+    with pytest.raises(UsageError, match=re.escape(f"yet with {what}: unproven = true in [standby] tries it")):
+        parked_kv.ParkedMemory().check(given)
+
+
+class MHATokenToKVPool:
+    """By its name one that is known."""
+
+
+class OtherPool:
+    """Nobody knows how it keeps its memory."""
+
+
+@pytest.mark.usefixtures("models")
 def test_pools_that_were_made_in_another_way_are_refused(driver: FakeDriver) -> None:
-    memory = parked_kv.ParkedMemory()
+    memory, model = parked_kv.ParkedMemory(), runner()
+    model.token_to_kv_pool = MHATokenToKVPool()
+    memory.check(model)
     with pytest.raises(WeightcacheError, match="made no KV memory that can be given back"):
         memory.prove()
     buffers()
     memory.prove()
-
-
-def runner(dtype: torch.dtype = torch.bfloat16, **arguments: Any) -> Any:
-    """As much of a ModelRunner as is asked, of a model that may be in a slot."""
-    return SimpleNamespace(
-        server_args=SimpleNamespace(**arguments), kv_cache_dtype=dtype, use_mla_backend=False, is_hybrid_swa=False
-    )
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        (runner(), ""),
-        (runner(kv_cache_dtype="bf16"), ""),
-        (runner(kv_cache_dtype="fp8_e4m3"), "a quantized KV cache"),
-        (runner(torch.float8_e4m3fn, kv_cache_dtype="auto"), "a quantized KV cache (torch.float8_e4m3fn)"),
-        (runner(enable_kv_cache_sharding=True), "a KV cache that is cut by pages"),
-        (runner(enable_unified_memory=True), "KV memory that is one with the memory of other states"),
-    ],
-)
-def test_which_kv_memory_cannot_be_parked(monkeypatch: pytest.MonkeyPatch, given: Any, why: str) -> None:
-    monkeypatch.setattr(adapter_kv, "_has_state", lambda _: False)
-    assert adapter_kv.why_not(given) == why
+    model.token_to_kv_pool = OtherPool()
+    with pytest.raises(WeightcacheError, match="keeps KV memory in a OtherPool"):
+        memory.prove()
+    model.token_to_kv_pool = MHATokenToKVPool()
+    model.token_to_kv_pool.swa_kv_pool = OtherPool()  # type: ignore[attr-defined]
+    with pytest.raises(WeightcacheError, match="keeps KV memory in a OtherPool"):
+        memory.prove()
 
 
 @pytest.fixture
-def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(adapter, "world", lambda: (0, 1, None))
-    return tmp_path / "engine.plan", tmp_path / "engine.lock"
-
-
-def measured(size: int, calls: list[int]) -> Any:
-    def measure() -> int:
-        calls.append(size)
-        return size
-
-    return measure
-
-
-def test_the_first_engine_measures_and_the_others_go_by_it(paths: tuple[Path, Path]) -> None:
-    calls: list[int] = []
-    assert parked_kv.planned(*paths, KEY, measured(1000, calls)) == 1000
-    assert parked_kv.planned(*paths, KEY, measured(5, calls)) == 1000
-    assert calls == [1000]
-
-
-def test_other_arguments_are_measured_unless_there_is_an_active_engine(paths: tuple[Path, Path]) -> None:
-    calls: list[int] = []
-    parked_kv.planned(*paths, KEY, measured(1000, calls))
-    active = ByteLock(paths[1], 0)
-    active.take()
-    assert parked_kv.planned(*paths, ["model_path=other"], measured(5, calls)) == 1000
-    active.close()
-    assert parked_kv.planned(*paths, ["model_path=other"], measured(2000, calls)) == 2000
-    assert calls == [1000, 2000]
-
-
-def test_nothing_is_measured_beside_an_active_engine(paths: tuple[Path, Path]) -> None:
-    calls: list[int] = []
-    active = ByteLock(paths[1], 0)
-    active.take()
-    with pytest.raises(WeightcacheError, match="stop that one, or set kv_gigabytes"):
-        parked_kv.planned(*paths, KEY, measured(5, calls))
-    active.close()
-    assert calls == []
-
-
-def test_what_was_measured_while_an_engine_became_active_is_no_plan(paths: tuple[Path, Path]) -> None:
-    active = ByteLock(paths[1], 0)
-
-    def measure() -> int:
-        active.take()
-        return 5
-
-    with pytest.raises(WeightcacheError, match="beside an active engine"):
-        parked_kv.planned(*paths, KEY, measure)
-    active.close()
-    assert not paths[0].exists()
-
-
-def test_another_reserve_or_gpu_is_another_plan(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    device = SimpleNamespace(name="NVIDIA H200", total_memory=150 << 30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    configurator = SimpleNamespace(server_args=SimpleNamespace(model_path="m"), gpu_id=3)
-
-    def planned(reserve: int, free: int) -> Any:
-        return parked_kv.hooks(*paths, reserve)[adapter_kv.PROFILE_BYTES](lambda *_: free, configurator, 5)
-
-    assert [planned(300, 1000), planned(300, 2000), planned(400, 1000)] == [700, 700, 600]
-    device.total_memory = 80 << 30
-    assert planned(400, 800) == 400
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{", '{"key": 1}', '{"key": ["model_path=m"], "bytes": true}', '{"key": ["model_path=m"], "bytes": -1}'],
-)
-def test_a_plan_that_makes_no_sense_is_none(paths: tuple[Path, Path], text: str) -> None:
-    paths[0].write_text(text)
-    assert parked_kv.planned(*paths, KEY, measured(7, [])) == 7
-    assert json.loads(paths[0].read_text()) == {"key": KEY, "bytes": 7}
-
-
-def test_nothing_left_for_kv_memory_is_said(paths: tuple[Path, Path]) -> None:
-    with pytest.raises(WeightcacheError, match="no GPU memory is left for KV memory"):
-        parked_kv.planned(*paths, KEY, lambda: -3)
-    assert not paths[0].exists()
-
-
-def test_somebody_who_measures_without_an_end(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parked_kv, "MEASURE_SECONDS", 0.01)
-    other = ByteLock(paths[1], parked_kv.PLAN_BYTE)
-    other.take()
-    with pytest.raises(WeightcacheError, match="does not come to an end"):
-        parked_kv.planned(*paths, KEY, measured(7, []))
-    other.close()
-
-
-def test_other_ranks_go_by_the_first_one(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "world", lambda: (1, 2, None))
-    told: list[int] = []
-
-    def first(value: int) -> int:
-        told.append(value)
-        return 1234
-
-    monkeypatch.setattr(adapter_kv, "from_first_rank", first)
-    assert parked_kv.planned(*paths, KEY, measured(7, [])) == 1234
-    monkeypatch.setattr(adapter_kv, "from_first_rank", lambda _: 0)
-    assert parked_kv.planned(*paths, KEY, measured(7, [])) == 7
-    assert not paths[0].exists()
-    assert told == [0]
-    answers = iter((0, 1))
-    monkeypatch.setattr(adapter_kv, "from_first_rank", lambda _: next(answers))
-    with pytest.raises(WeightcacheError, match="beside an active engine"):
-        parked_kv.planned(*paths, KEY, measured(7, []))
-
-
-def test_the_hooks_do_what_sglang_asks_for(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_kv, "plan_key", lambda _: tuple(KEY))
-    hooks = parked_kv.hooks(*paths, 300)
-    assert hooks[adapter_kv.PROFILE_BYTES](lambda *_: 1000, object(), 5) == 700
-    backed_later = hooks[adapter_kv.IS_BACKED_LATER]
-    assert backed_later(lambda **_: False, server_args=None, is_draft_worker=False)
-    assert not backed_later(lambda **_: True, server_args=None, is_draft_worker=True)
+    return parked_kv.hooks(tmp_path / "plan", tmp_path / "lock", 300)
+
+
+def test_the_hooks_do_what_sglang_asks_for(hooks: dict[str, Any]) -> None:
+    assert hooks[adapter_kv.PROFILE_BYTES](lambda *_: 1000, SimpleNamespace(mambaish_config=None), 5) == 700
+    for is_draft in (False, True):
+        assert hooks[adapter_kv.IS_BACKED_LATER](lambda **_: False, server_args=None, is_draft_worker=is_draft)
     told: list[object] = []
     pool = SimpleNamespace(finalize_backing=told.append)
     runner = SimpleNamespace(token_to_kv_pool=pool, memory_pool_config="as planned")
     assert hooks[adapter_kv.BACK_NOW](lambda *_: pytest.fail("SGLang's own sizing"), runner) is None
     assert told == ["as planned"]
+
+
+def test_what_is_planned_is_shared_with_states(hooks: dict[str, Any]) -> None:
+    share = hooks[adapter_kv.SHARE_WITH_STATES]
+    asked: list[float] = []
+
+    def shared(_: Any, gigabytes: float) -> float:
+        asked.append(gigabytes)
+        return gigabytes / 4
+
+    def profiled(free: int) -> Any:
+        """As SGLang's: what is left of the free memory after states had their share."""
+        return lambda configurator, *_: int(share(shared, configurator, free / 2**30) * 2**30)
+
+    states = SimpleNamespace(mambaish_config="some")
+    assert hooks[adapter_kv.PROFILE_BYTES](profiled(1000), states, 5) == 700 // 4
+    assert hooks[adapter_kv.PROFILE_BYTES](profiled(5), states, 5) == 700 // 4  # the other slot, beside an active one
+    assert asked == [700 / 2**30] * 2
+
+
+@pytest.fixture
+def on_meta(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver) -> list[torch.Tensor]:
+    """What Reserving made, without a GPU; torch.zeros of it fails here if it is not stood in for."""
+    made: list[torch.Tensor] = []
+
+    def tensor(_: Any, __: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty(shape, dtype=dtype, device="meta"))
+        return made[-1]
+
+    monkeypatch.setattr(CudaBacked, "tensor", tensor)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    driver.free = 1000 * GRANULARITY
+    return made
+
+
+def parts(driver: FakeDriver) -> list[tuple[int, int]]:
+    """Where memory is behind the last range, in granules."""
+    base = list(driver.reserved)[-1]
+    mapped = [(at - base, size) for at, (size, _) in sorted(driver.mapped.items()) if at >= base]
+    return [(at // GRANULARITY, size // GRANULARITY) for at, size in mapped]
+
+
+def test_a_pool_of_zeros_keeps_its_first_rows(driver: FakeDriver, on_meta: list[torch.Tensor]) -> None:
+    with Reserving(rows=GRANULARITY // 256 + 1, dim=0):
+        made = torch.zeros((10 * GRANULARITY // 256, 1, 128), dtype=torch.bfloat16, device="cuda:0")
+        same = torch.zeros(2, 3)
+    assert made is on_meta[0]
+    assert (made.shape, made.dtype) == ((10 * GRANULARITY // 256, 1, 128), torch.bfloat16)
+    assert (same.device.type, len(on_meta)) == ("cpu", 1)
+    assert parts(driver) == [(0, 2)]
+    assert parked_kv.take(1) == 10 * GRANULARITY
+    assert parts(driver) == [(0, 2), (2, 8)]
+    assert {address for address, _ in driver.cleared} == set(driver.mapped)
+    assert parked_kv.give_back() == 2 * GRANULARITY
+
+
+def test_states_of_each_layer_keep_their_first_slots(driver: FakeDriver, on_meta: list[torch.Tensor]) -> None:
+    with Reserving(rows=2, dim=1):
+        torch.zeros(size=(3, 8, GRANULARITY // 4), dtype=torch.float32, device="cuda")
+    assert on_meta[0].shape == (3, 8, GRANULARITY // 4)
+    assert parts(driver) == [(0, 2), (8, 2), (16, 2)]
+    assert parked_kv.take(1) == 24 * GRANULARITY
+    assert parked_kv.give_back() == 6 * GRANULARITY
+    assert parts(driver) == [(0, 2), (8, 2), (16, 2)]
+
+
+def test_what_would_be_kept_as_a_whole_is_made_as_usual(driver: FakeDriver, on_meta: list[torch.Tensor]) -> None:
+    for shape, rows, dim in (
+        ((4, 8, 16), 2, 1),  # all in one granule
+        ((10 * GRANULARITY,), 2, 1),  # no slots
+        ((3, 0, 16), 2, 1),
+        ((10, GRANULARITY), 10, 0),
+    ):
+        with Reserving(rows, dim), pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA|cuda"):
+            torch.zeros(shape, device="cuda")
+    assert (on_meta, Parked.made) == ([], [])
+
+
+def test_sglangs_pools_are_made_while_zeros_are_reserved(
+    hooks: dict[str, Any], driver: FakeDriver, on_meta: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KvBuffers, "first_tokens", 1024)
+    pool = SimpleNamespace(page_size=64, buffers=[])
+
+    def create(pool: Any) -> None:
+        pool.buffers = [torch.zeros((64 * GRANULARITY // 2048, 1, 1024), dtype=torch.bfloat16, device="cuda")] * 2
+
+    hooks[adapter_kv.MAKE_LATENT](create, pool)
+    assert pool.buffers == [on_meta[0]] * 2
+    assert parts(driver) == [(0, 2)]  # 1088 tokens of 2 KiB
+
+    def make(pool: Any, *, size: int) -> None:
+        pool.states = torch.zeros((2, size + 1, GRANULARITY // 4), dtype=torch.float32, device="cuda")
+
+    hooks[adapter_kv.MAKE_STATES](make, pool, size=99)
+    assert pool.states is on_meta[-1]
+    assert parts(driver) == [(0, 17), (100, 17)]
+    assert torch.zeros(1).device.type == "cpu"  # nobody stands in for anything any more

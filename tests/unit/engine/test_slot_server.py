@@ -23,7 +23,7 @@ import uvicorn
 from tests.support.agent import eventually
 from tests.support.slot import MAIN, SlotLauncher
 from tests.unit.engine.test_slot_channel import ends_threads_only
-from weightcache.engine import adapter_server, adapter_slot, slot_requests
+from weightcache.engine import adapter_kv, adapter_server, adapter_slot, slot_requests
 from weightcache.engine.private import UnixConnection
 from weightcache.engine.slot_server import SlotServer
 from weightcache.standby.locks import is_taken
@@ -341,10 +341,17 @@ class FlushCacheReqInput:
     """What uses no KV memory."""
 
 
-def manager(page: int = 1, multimodal: bool = False) -> Any:
+def manager(page: int = 1, multimodal: bool = False, draft: int | None = None, states: bool = False) -> Any:
     """As much of the tokenizer manager as is asked."""
-    args, model = SimpleNamespace(page_size=page), SimpleNamespace(is_multimodal=multimodal)
+    args = SimpleNamespace(page_size=page, speculative_num_draft_tokens=draft)
+    model = SimpleNamespace(is_multimodal=multimodal, states=states)
     return SimpleNamespace(server_args=args, model_config=model)
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which models keep states is SGLang's to say."""
+    monkeypatch.setattr(adapter_kv, "has_states", lambda config: config.states)
 
 
 @pytest.mark.parametrize(
@@ -357,6 +364,10 @@ def manager(page: int = 1, multimodal: bool = False) -> Any:
         (manager(), TokenizedGenerateReqInput(10, None), False),
         (manager(), BatchTokenizedEmbeddingReqInput(), True),
         (manager(500), BatchTokenizedEmbeddingReqInput(), False),
+        (manager(draft=4), TokenizedGenerateReqInput(1006), True),
+        (manager(draft=4), TokenizedGenerateReqInput(1007), False),
+        (manager(states=True), TokenizedGenerateReqInput(1014), True),
+        (manager(states=True), TokenizedGenerateReqInput(1015), False),
     ],
 )
 def test_a_warm_up_that_has_no_room_is_not_sent(here: Here, given: Any, request_: Any, fits: bool) -> None:
@@ -377,6 +388,16 @@ def test_warm_ups_have_room_together(here: Here) -> None:
     with pytest.raises(ValueError, match="has room for 1024 tokens"):
         send()
     assert len(sent) == 1024 // 20
+
+
+def test_few_warm_ups_have_room_where_each_takes_states(here: Here) -> None:
+    sent: list[Any] = []
+    request = TokenizedGenerateReqInput()
+    for _ in range(2):
+        here.server.around_send(lambda _, request: sent.append(request), manager(states=True), request)
+    with pytest.raises(ValueError, match="has room for 1024 tokens"):
+        here.server.around_send(lambda _, request: sent.append(request), manager(states=True), request)
+    assert len(sent) == 2
 
 
 def test_nothing_is_computed_without_kv_memory_but_a_warm_up(here: Here) -> None:

@@ -53,6 +53,7 @@ class FakeDriver:
     mapped: dict[int, tuple[int, Allocation]] = field(default_factory=dict)
     access: dict[int, str] = field(default_factory=dict)
     exported: dict[int, Allocation] = field(default_factory=dict)  # inode -> allocation
+    cleared: list[tuple[int, int]] = field(default_factory=list)
 
     CUmemLocationType = _enum("CU_MEM_LOCATION_TYPE_DEVICE", "CU_MEM_LOCATION_TYPE_HOST")
     CUmemAllocationType = _enum("CU_MEM_ALLOCATION_TYPE_PINNED")
@@ -193,6 +194,12 @@ class FakeDriver:
             self.access[address] = description.flags.removeprefix("CU_MEM_ACCESS_FLAGS_PROT_")
             address += self.mapped[address][0]
         return CUresult.CUDA_SUCCESS if address == end and count == 1 else CUresult.CUDA_ERROR_INVALID_VALUE
+
+    def cuMemsetD8(self, address, value, size):  # noqa: N802
+        if value != 0 or self.mapped.get(address, (0,))[0] != size or self.access.get(address) != "READWRITE":
+            return CUresult.CUDA_ERROR_INVALID_VALUE
+        self.cleared.append((address, size))
+        return CUresult.CUDA_SUCCESS
 
     def cuMemExportToShareableHandle(self, handle, kind, flags):  # noqa: N802
         if handle not in self.handles or flags != 0:
