@@ -31,6 +31,8 @@ DEFAULT = (
 PROMPTS = ([5, 17, 99, 123, 7], [42, 11, 30, 8], [100, 200, 210, 40, 50, 60])
 LONG = [[5 + (11 * place + 17 * number) % 200 for place in range(1500)] for number in range(20)]
 """Each begins in its own way, so that together they use many times what is kept while the engine is parked."""
+STATES = ("--max-mamba-cache-size", "256")
+"""Of models that keep them: more than stay while an engine is parked."""
 POOL = ("--max-total-tokens", "131072", "--max-running-requests", "4")
 LEAST_MIB = 48
 """What parking gives back, at least: two layers of the smallest heads."""
@@ -64,8 +66,10 @@ def _prove(kind: str, folder: Path, notes: Notes, out: Path) -> str:
     (runtime := folder / "run").mkdir(parents=True)
     model, profile = folder / "model", rig.profile()
     subprocess.run([sys.executable, "-m", "tests.models.make_kind", kind, model], capture_output=True, check=True)
+    arguments = KINDS[kind].arguments(model)
+    states = STATES if STATES[0] in arguments else ()
     described = Described(
-        (*profile.fast, *POOL, *KINDS[kind].arguments(model)),
+        (*profile.fast, *POOL, *arguments, *states),
         engine="on_mismatch = 'fallback'",
         standby="kv_gigabytes = 4.0\nunproven = true",
         model=model,
