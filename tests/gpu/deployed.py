@@ -22,7 +22,7 @@ from tests.gpu.serving import Serving
 from tests.support.engine import Engine, free_port
 from weightcache import gpus
 
-ADDRESSES = ("127.0.0.1", "127.0.0.2")
+ADDRESSES = tuple(f"127.0.0.{number}" for number in range(1, 9))
 MEET_SECONDS = 120
 SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "16")
 """Several engines at once: none may take the memory that another one has just measured as free."""
@@ -60,16 +60,14 @@ class Node:
     def variables(self) -> dict[str, str]:
         """The environment of this node's agents, and of its engines but for ``engine``."""
         found = rig.variables() | QUIET
+        if self.layout.apart:
+            # NCCL takes no two ranks of one host on one GPU, and for hosts what has another name.
+            found |= {"NCCL_HOSTID": f"host-{self.number}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0"}
         if rig.profile().backend == "host":
             cores = sorted(os.sched_getaffinity(0))
-            bound = "|".join(str(cores[rank % len(cores)]) for rank in range(self.layout.gpus))
+            bound = "|".join(str(cores[rank % len(cores)]) for rank in range(self.layout.ranks))
             found |= {"SGLANG_CPU_OMP_THREADS_BIND": bound, "SGLANG_NCCL_SO_PATH": "/nonexistent/nccl"}
         return found
-
-    def gpus(self) -> list[int]:
-        """The ordinals of this node's GPUs, in the order of its ranks."""
-        here = list(self.layout.of_node(self.number))
-        return here[::-1] if self.layout.turned else here
 
     def _configuration(self, folder: Path, port: int, unproven: str) -> str:
         profile, layout = rig.profile(), self.layout
@@ -87,7 +85,7 @@ class Node:
         lines = [f"[{name}]\n" + _rows(table) for name, table in tables.items()]
         unlisted = profile.backend == "cuda" and not gpus.installed()
         if layout.nodes > 1 or layout.turned or unlisted:  # otherwise GPUs follow from the layout
-            for rank, gpu in zip(layout.of_node(self.number), self.gpus(), strict=True):
+            for rank, gpu in zip(layout.of_node(self.number), layout.gpus_of(self.number), strict=True):
                 named = {"gpu": rig.gpu_uuid(gpu)} if profile.backend == "cuda" else {}
                 lines.append("[[rank]]\n" + _rows({"rank": rank, **named}))
         return "".join(lines)
@@ -111,7 +109,7 @@ class Node:
             arguments += ["--dist-init-addr", f"{ADDRESSES[0]}:{meet}"]
             own["GLOO_SOCKET_IFNAME"] = "lo"
         if rig.profile().backend == "cuda" and (self.layout.nodes > 1 or self.layout.turned):
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus()))
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.layout.gpus_of(self.number)))
         made = Engine(self.model, log=log, command=command, base=self.arguments(), arguments=arguments)
         made.environment = own | environment
         return made

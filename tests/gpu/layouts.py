@@ -15,21 +15,23 @@ LARGE = "large"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One layout. Each of its GPUs has one rank of every model.
+    """One layout, with ``ranks`` of every model, each on a GPU of its own.
 
     ``models`` are kinds of tests/models/kinds.py; several are held, and served, at the same time on the same GPUs.
     ``turned``: rank 0 is on the last GPU, by [[rank]] tables for the agents and by CUDA_VISIBLE_DEVICES for engines.
-    ``nodes`` are hosts, each with a runtime directory, a configuration and a launcher of its own.
+    ``nodes`` are hosts, each with a runtime directory, a configuration and a launcher of its own. ``apart``: as if each
+    of them had a machine, which has one GPU; they share this machine's first one, and meet over sockets alone.
     """
 
     proves: str
-    gpus: int
+    ranks: int
     engine: tuple[str, ...]
     deployment: Mapping[str, Any] = field(default_factory=dict)
     models: tuple[str, ...] = ("dense",)
     nodes: int = 1
     replicas: int = 1
     turned: bool = False
+    apart: bool = False
     on_cpu: bool = False
 
     @property
@@ -37,14 +39,24 @@ class Layout:
         """Loaders of one model, over all nodes."""
         return self.nodes * self.replicas
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of this machine that it needs."""
+        return 1 if self.apart else self.ranks
+
     def of_node(self, node: int) -> range:
-        """The ranks of a node; equally the ordinals of its GPUs, since all nodes are this machine."""
-        here = self.gpus // self.nodes
+        """The ranks of a node."""
+        here = self.ranks // self.nodes
         return range(node * here, (node + 1) * here)
+
+    def gpus_of(self, node: int) -> list[int]:
+        """The ordinals of its GPUs on this machine, in the order of its ranks."""
+        here = [0] if self.apart else list(self.of_node(node))
+        return here[::-1] if self.turned else here
 
     def replica_of(self, rank: int) -> int:
         """The copy of the model that a rank belongs to."""
-        return rank * self.replicas // self.gpus
+        return rank * self.replicas // self.ranks
 
 
 def _tensor(size: int) -> dict[str, Any]:
@@ -83,6 +95,13 @@ LAYOUTS: dict[str, Layout] = {
     "dp2-attention": Layout("attention data parallelism", 2, models=("moe",), **_attention(2, 1)),
     "ep2": Layout("expert parallelism", 2, models=("moe",), **_experts(2)),
     "nodes2": Layout("two hosts", 2, nodes=2, on_cpu=True, **_tensor(2)),
+    "hosts2": Layout("a large model on two hosts", 2, models=(LARGE,), nodes=2, apart=True, **_tensor(2)),
+    "hosts2-small": Layout("tensor parallelism over two hosts", 2, nodes=2, apart=True, on_cpu=True, **_tensor(2)),
+    "hosts2-pp": Layout("a pipeline stage on each host", 2, nodes=2, apart=True, **_stages(1, 2)),
+    "hosts2-ep": Layout("experts on two hosts", 2, models=("moe",), nodes=2, apart=True, **_experts(2)),
+    "hosts2-dp": Layout("attention groups on two hosts", 2, models=("moe",), nodes=2, apart=True, **_attention(2, 1)),
+    "hosts4": Layout("tensor and pipeline parallelism over four hosts", 4, nodes=4, apart=True, **_stages(2, 2)),
+    "hosts8": Layout("a large model on eight hosts", 8, models=(LARGE,), nodes=8, apart=True, **_tensor(8)),
     "two-models": Layout("another model on the same GPUs", 2, models=("dense", "tied"), on_cpu=True, **_tensor(2)),
     "tp4": Layout("a large model on four GPUs", 4, models=(LARGE,), **_tensor(4)),
     "tp2pp2": Layout("tensor and pipeline parallelism", 4, **_stages(2, 2)),

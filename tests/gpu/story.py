@@ -132,7 +132,7 @@ class Story:
 
     def _turn(self, part: Deployed) -> None:
         """The engine's GPUs in the opposite order: however it gets its weights, its tokens are right."""
-        turned = ",".join(str(gpu) for gpu in reversed(part.nodes[0].gpus()))
+        turned = ",".join(str(gpu) for gpu in reversed(self.layout.gpus_of(0)))
         environment = {"CUDA_VISIBLE_DEVICES": turned}
         with part.serving("turned", seconds=self.notes.left(300), environment=environment) as engine:
             said = [line for line in engine.first.text().splitlines() if "weightcache: rank " in line]
@@ -182,7 +182,7 @@ class Story:
         """Whether all ranks attached, and how long each step took."""
         decisions = engine.decisions()
         outcomes = [(row["rank"], row["outcome"], row["code"]) for row in decisions]
-        everyone = [row["outcome"] for row in decisions] == ["attached"] * self.layout.gpus
+        everyone = [row["outcome"] for row in decisions] == ["attached"] * self.layout.ranks
         self.notes.check(everyone, f"{part.name}{name}: {outcomes}")
         self.notes.note(f"{part.name}{name}: start to first token, s", engine.started.first_token)
         steps = [(row["rank"], row["milliseconds"]) for row in decisions if row["milliseconds"]]  # replicas: all rank 0
@@ -204,7 +204,7 @@ class Story:
             rig.wait_for(lambda: sorted(holders()) == sorted(wanted), self.notes.left(20), "leases")
         except AssertionError:
             self.notes.check(False, f"{part.name}leases of {holders()}, schedulers {sorted(wanted)}")
-        self.notes.check(len(wanted) == self.layout.gpus * len(engines), f"{part.name}{len(wanted)} schedulers")
+        self.notes.check(len(wanted) == self.layout.ranks * len(engines), f"{part.name}{len(wanted)} schedulers")
 
 
 def main() -> int:
