@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ import pytest
 from tests.support.agent import eventually
 from tests.support.slot import MAIN, SlotLauncher
 from tests.unit.engine.test_slot_channel import ends_threads_only
-from weightcache.engine import hooking, slot, slot_rank, slot_server
+from weightcache.engine import adapter_kv, hooking, parked_kv, slot, slot_rank, slot_server
 from weightcache.engine.directive import Decision, Directive
 from weightcache.engine.slot_rank import SlotRank
 from weightcache.errors import UsageError, WeightcacheError
@@ -365,3 +365,16 @@ def test_without_a_slot_nothing_is_registered(runtime_dir: Path, nothing_joined:
         slot.rank_ready()
     assert slot.server() is None
     assert len(slot.rank_hooks(directive(runtime_dir))) == 2
+
+
+@pytest.mark.parametrize("unproven", [False, True])
+def test_on_a_gpu_kv_memory_is_parked(runtime_dir: Path, nothing_joined: None, unproven: bool) -> None:
+    given = directive(runtime_dir)
+    assert given.slot is not None
+    given = replace(given, backend="cuda", slot=replace(given.slot, unproven=unproven))
+    hooks = slot.rank_hooks(given)
+    assert {adapter_kv.PROFILE_BYTES, adapter_kv.MAKE_LATENT, adapter_kv.MAKE_STATES} < set(hooks)
+    (rank,) = slot._rank
+    memory = rank._memory
+    assert isinstance(memory, parked_kv.ParkedMemory)
+    assert memory._unproven is unproven

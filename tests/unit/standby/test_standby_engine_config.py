@@ -32,19 +32,21 @@ def test_the_defaults() -> None:
     assert (engine.priority, engine.python, engine.on_mismatch, engine.without) == (0, "", "error", ())
     assert engine.wait_seconds == 600.0
     assert (standby.hang_seconds, standby.drain_seconds, standby.own_seconds) == (60.0, 30.0, 60.0)
+    assert standby.unproven is False
 
 
 def test_everything_said() -> None:
     config = parse(
         with_arguments("--model /m")
         + 'listen = "[::1]:8000"\npriority = -3\npython = "/p"\non_mismatch = "fallback"\nwithout = ["graphs"]\n'
-        'environment = { A = "1" }\n[standby]\nhang_seconds = 30\ndrain_seconds = 0\nown_seconds = 0.5\n'
+        'environment = { A = "1" }\n[standby]\nhang_seconds = 30\ndrain_seconds = 0\nown_seconds = 0.5\nunproven = true\n'
     )
     assert config.sglang == ("--model", "/m", "--host", "::1", "--port", "8000")
     assert (config.host, config.port, config.listen) == ("::1", 8000, "[::1]:8000")
     assert config.engine.without == ("graphs",)
     assert config.engine.environment == {"A": "1"}
     assert config.standby.own_seconds == 0.5
+    assert config.standby.unproven
 
 
 def test_what_is_said_twice_is_passed_on_once() -> None:
