@@ -39,7 +39,8 @@ def test_everything_said() -> None:
     config = parse(
         with_arguments("--model /m")
         + 'listen = "[::1]:8000"\npriority = -3\npython = "/p"\non_mismatch = "fallback"\nwithout = ["graphs"]\n'
-        'environment = { A = "1" }\n[standby]\nhang_seconds = 30\ndrain_seconds = 0\nown_seconds = 0.5\nunproven = true\n'
+        'environment = { A = "1" }\n[standby]\nhang_seconds = 30\ndrain_seconds = 0\nown_seconds = 0.5\n'
+        "unproven = true\n"
     )
     assert config.sglang == ("--model", "/m", "--host", "::1", "--port", "8000")
     assert (config.host, config.port, config.listen) == ("::1", 8000, "[::1]:8000")
