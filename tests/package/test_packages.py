@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import subprocess
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -68,7 +69,7 @@ def test_the_same_sources_give_the_same_bytes(builds: Builds, kind: str) -> None
 
 
 def test_nothing_names_the_machine_that_built_it(builds: Builds) -> None:
-    own = [str(REPOSITORY), str(environments().root), str(builds.folder), "/tmp/tmp."]
+    own = [str(REPOSITORY), str(environments().root), str(builds.folder), "/tmp/tmp.", tempfile.gettempdir() + "/"]
     tree = builds.workshop.sh(
         f"dpkg-deb -R {builds.inside(builds.deb())} /tmp/x;"
         + f"grep -rlF {' '.join(f'-e {word}' for word in own)} /tmp/x || true"

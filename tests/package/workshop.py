@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,14 +36,15 @@ class Workshop:
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command; with ``check`` its failure is an AssertionError."""
         inside = Path(__file__).with_name("inside.sh")
-        done = subprocess.run(
-            ["unshare", "--mount", "--propagation=private", inside, ROOT, self.folder, *command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        with tempfile.TemporaryDirectory() as layer:
+            done = subprocess.run(
+                ["unshare", "--mount", "--propagation=private", inside, ROOT, self.folder, layer, *command],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: status {done.returncode}\n{done.stdout}{done.stderr}")
         return done
