@@ -10,7 +10,6 @@ import argparse
 import concurrent.futures
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.gpu import rig
+from tests.gpu import command_line, rig
 from tests.models.kinds import KINDS
 
 SMALL = ("--max-total-tokens", "4096", "--max-running-requests", "4")
@@ -74,11 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=4, help="comparisons at a time (default: 4)")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one comparison (default: 300)")
     parser.add_argument("--total", type=float, default=570.0, help="seconds after which none begins or goes on")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("LOGS", ".")))
-    parsed = parser.parse_args()
-    if unknown := [kind for kind in parsed.kinds if kind not in KINDS]:
-        parser.error(f"no such kind: {' '.join(unknown)}")
-    return parsed
+    return command_line.parsed(parser)
 
 
 def compare(kind: str, work: Path, seconds: float) -> Outcome:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.gpu import rig
+from tests.gpu import command_line, rig
 from tests.gpu.notes import Notes
 from tests.gpu.slots import Described, Slots
 from tests.models.kinds import KINDS
@@ -45,11 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("kinds", nargs="*", default=list(DEFAULT), metavar="KIND")
     parser.add_argument("--jobs", type=int, default=3, help="engines at a time (default: 3)")
     parser.add_argument("--total", type=float, default=400.0, help="seconds for everything")
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("LOGS", ".")))
-    parsed = parser.parse_args()
-    if unknown := [kind for kind in parsed.kinds if kind not in KINDS]:
-        parser.error(f"no such kind: {' '.join(unknown)}")
-    return parsed
+    return command_line.parsed(parser)
 
 
 def prove(kind: str, folder: Path, notes: Notes, out: Path) -> str:
