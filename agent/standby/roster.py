@@ -10,11 +10,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightcache import records
 from weightcache.errors import WeightcacheError
 from weightcache.standby import files
 from weightcache.standby.messages import Process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
@@ -37,7 +41,10 @@ class _File:
 
 
 def read(path: Path) -> Roster:
-    """What is written there; no file means nobody. Raises a WeightcacheError for a file that nobody can rely on."""
+    """What is written there; no file means nobody.
+
+    Raises NoRoom for want of a descriptor, and another WeightcacheError for a file that nobody can rely on.
+    """
     try:
         found = records.from_plain(_File, json.loads(files.read(path)))
     except FileNotFoundError:
@@ -58,14 +65,22 @@ def read(path: Path) -> Roster:
 
 
 def write(path: Path, roster: Roster) -> None:
-    """Replace it, with each process once. Raises WeightcacheError."""
+    """Replace it, with each process once. Raises NoRoom for want of a descriptor, and another WeightcacheError."""
     file = _File(_boot(), _namespace(), tuple(dict.fromkeys(roster.processes)), roster.at)
     files.replace(path, json.dumps(records.to_plain(file)) + "\n")
 
 
 def _boot() -> str:
-    return _BOOT_ID.read_text().strip()
+    return _asked(_BOOT_ID, lambda: _BOOT_ID.read_text().strip())
 
 
 def _namespace() -> str:
-    return str(_NAMESPACE.readlink())
+    return _asked(_NAMESPACE, lambda: str(_NAMESPACE.readlink()))
+
+
+def _asked(path: Path, ask: Callable[[], str]) -> str:
+    """What the kernel answers; whoever could not ask knows nothing about a roster, and says so."""
+    try:
+        return ask()
+    except OSError as error:
+        raise files.failed(path, "read", error) from None

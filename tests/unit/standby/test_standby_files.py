@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from weightcache.errors import WeightcacheError
+from tests.support.descriptors import descriptors
+from weightcache.errors import NoRoom, WeightcacheError
 from weightcache.standby import fence, files, roster, status
 from weightcache.standby.messages import Process
 from weightcache.standby.places import EnginePaths
@@ -66,6 +67,29 @@ def test_a_roster_that_is_a_link_or_endless_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b" " * (files.LONGEST + 1))
     with pytest.raises(WeightcacheError, match="more than"):
         roster.read(path)
+
+
+@pytest.mark.parametrize("lacks", ["_BOOT_ID", "_NAMESPACE"])
+def test_what_the_kernel_does_not_say_about_a_roster_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    path = tmp_path / "e.roster"
+    roster.write(path, Roster((Process(10, 1),), 5.0))
+    monkeypatch.setattr(roster, lacks, tmp_path / "none")
+    for use in (lambda: roster.read(path), lambda: roster.write(path, Roster())):
+        with pytest.raises(WeightcacheError, match="none cannot be read"):
+            use()
+
+
+def test_without_descriptors_a_roster_is_an_error_of_ours(tmp_path: Path) -> None:
+    """Nothing else ends an engine alone instead of its launcher."""
+    path = tmp_path / "e.roster"
+    roster.write(path, Roster((Process(10, 1),), 5.0))
+    with descriptors(0):
+        for use in (lambda: roster.read(path), lambda: roster.write(path, Roster())):
+            with pytest.raises(NoRoom, match="Too many open files"):
+                use()
+    assert roster.read(path) == Roster((Process(10, 1),), 5.0)
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
