@@ -80,8 +80,8 @@ class ByteLock:
         fcntl.fcntl(self._fd, command, _FLOCK.pack(kind, os.SEEK_SET, self.byte, 1, 0))
 
 
-def is_taken(path: Path, byte: int) -> bool:
-    """Whether somebody has taken the byte; no file means nobody.
+def is_taken(path: Path, byte: int, count: int = 1) -> bool:
+    """Whether somebody has taken one of ``count`` bytes from ``byte`` on, at least one; no file means nobody.
 
     Raises NoRoom for want of a descriptor, and another WeightcacheError for what is wrong with the file.
     """
@@ -91,7 +91,7 @@ def is_taken(path: Path, byte: int) -> bool:
         return False
     try:
         # Asked for a lock that would write, which F_OFD_GETLK answers for a file that is open to be read.
-        found = fcntl.fcntl(fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+        found = fcntl.fcntl(fd, _GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0))
     finally:
         os.close(fd)
     return int(_FLOCK.unpack(found)[0]) != fcntl.F_UNLCK

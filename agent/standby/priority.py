@@ -73,7 +73,7 @@ class Claim:
     def _there(self, other: _Other) -> bool:
         lock = self._of(other).lock
         try:
-            return any(locks.is_taken(lock, byte) for byte in range(1 + other.size))
+            return locks.is_taken(lock, 0, 1 + other.size)
         except NoRoom:
             raise
         except (WeightcacheError, OSError) as error:

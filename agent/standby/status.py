@@ -14,6 +14,8 @@ from weightcache.standby import fence, files
 from weightcache.standby.messages import Process, Role
 
 MOST_PROMOTIONS = 20
+MOST_RANKS = 1024
+"""Of an engine, all of them on one host."""
 MODE = 0o644
 """Who watches is in no group that may do anything. Neither arguments nor environments are in it."""
 
@@ -83,6 +85,8 @@ def load(path: Path) -> SlotStatus | None:
         return None
     except (ValueError, RecursionError) as error:
         raise WeightcacheError(f"{path} says nothing that this version understands ({str(error)[:200]})") from None
+    if not 0 <= status.size <= MOST_RANKS:
+        raise WeightcacheError(f"{path} says nothing that this version understands ({status.size} ranks)")
     try:
         alive = status.role != "down" and fence.lives(status.launcher)
     except OverflowError as error:

@@ -58,6 +58,16 @@ def test_a_byte_has_one_owner_and_the_others_are_free(tmp_path: Path) -> None:
     assert not is_taken(path, 1)
 
 
+@pytest.mark.parametrize(("byte", "count", "taken"), [(0, 5, False), (0, 6, True), (5, 1, True), (6, 1000, False)])
+def test_many_bytes_are_asked_for_at_once(tmp_path: Path, byte: int, count: int, taken: bool) -> None:
+    path = tmp_path / "e.lock"
+    lock = ByteLock(path, 5)
+    with contextlib.closing(lock):
+        lock.take()
+        assert is_taken(path, byte, count) is taken
+    assert not is_taken(path, byte, count)
+
+
 def test_no_file_is_nobodys(tmp_path: Path) -> None:
     assert not is_taken(tmp_path / "none.lock", 0)
     assert not (tmp_path / "none.lock").exists()

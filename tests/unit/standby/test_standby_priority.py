@@ -136,6 +136,33 @@ def test_a_status_under_another_name_counts_for_nothing(claim: Claim, tmp_path: 
         assert claim.more_important() == ""
 
 
+def test_a_look_at_an_engine_of_many_ranks_opens_its_lock_once(
+    claim: Claim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(tmp_path, "high", 9, size=status.MOST_RANKS)
+    lock, opened, calls = EnginePaths(tmp_path, "high").lock, os.open, []
+
+    def counted(path: object, *more: object, **named: object) -> int:
+        calls.append(path)
+        return opened(path, *more, **named)  # type: ignore[arg-type]
+
+    with held(tmp_path, "high", status.MOST_RANKS), monkeypatch.context() as patch:
+        patch.setattr(os, "open", counted)
+        assert claim.more_important() == "high"
+    assert calls.count(lock) == 1
+
+
+@pytest.mark.parametrize("size", [-1, status.MOST_RANKS + 1, 3_000_000])
+def test_an_engine_with_more_ranks_than_any_is_passed_over(tmp_path: Path, size: int) -> None:
+    said: list[str] = []
+    claim = Claim(EnginePaths(tmp_path, "mine"), frozenset(GPUS), 5, said.append)
+    say(tmp_path, "high", 9, size=size)
+    with held(tmp_path, "high", 0):
+        assert claim.more_important() == ""
+    assert len(said) == 1
+    assert said[0].endswith(f"({size} ranks)")
+
+
 @pytest.mark.parametrize("engine", ["high", "low"])
 def test_an_engine_whose_lock_cannot_be_read_is_passed_over_and_said_once(tmp_path: Path, engine: str) -> None:
     said: list[str] = []
