@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weightcache.config import Config, RankConfig
 from weightcache.engine.directive import Directive
 from weightcache.errors import UsageError, WeightcacheError
-from weightcache.launch import caches, daemon, explain, layout, listener, session, sockets, supervisor
+from weightcache.launch import caches, child, daemon, explain, layout, listener, session, sockets
 from weightcache.launch.arguments import Options
 from weightcache.launch.console import say
 from weightcache.launch.refusals import refused
@@ -59,7 +59,7 @@ def pool(options: Options, launch: Given) -> Pool | None:
         return None
     attention = launch.flag("enable_dp_attention") or (launch.number("attn_dp_size") or 1) > 1
     shape = Layout(_local_ranks(launch), launch.number("dp_size") or 1, attention)
-    return Pool(supervisor.fresh, shape, say)
+    return Pool(child.fresh, shape, say)
 
 
 def of_this_launch(found: sockets.Agents, launch: Given, ask_driver: bool) -> sockets.Agents:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightcache.errors import ConfigError, UsageError, WeightcacheError
-from weightcache.launch import processes, proof, session, supervisor
+from weightcache.launch import child, processes, proof, session, supervisor
 from weightcache.launch.console import say
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _live(start: Start, pool: Pool | None) -> _Life:
     began = time.monotonic()
     with start() as launch:
         attendant = Attendant(launch.port, pool, processes.Strays())
-        served = session.serve(launch, pool.start if pool else supervisor.fresh, attendant)
+        served = session.serve(launch, pool.start if pool else child.fresh, attendant)
     # Listening is not enough: it comes before the server's own warm-up, and with a held port before everything else.
     listened = attendant.listened_for(SERVED_SECONDS)
     did_serve = served.serving or (launch.slot.stood if launch.slot is not None else listened)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from weightcache import sglang_options
 from weightcache.engine.directive import UNPROVEN_VARIABLE, Decision, Directive, Milestone
 from weightcache.errors import AgentUnavailable, from_code
-from weightcache.launch import decisions, proof, served, server_only, supervisor
+from weightcache.launch import child, decisions, proof, served, server_only, supervisor
 from weightcache.launch.console import say, write
 from weightcache.launch.listener import DEFAULT_PORT
 from weightcache.launch.reports import Receiver
@@ -139,9 +139,7 @@ class Served:
     """Whether the server said that it serves; some kinds never do (docs/starts.md)."""
 
 
-def serve(
-    launch: Launch, start: supervisor.Starter = supervisor.fresh, beside: supervisor.Beside | None = None
-) -> Served:
+def serve(launch: Launch, start: child.Starter = child.fresh, beside: supervisor.Beside | None = None) -> Served:
     """Run the server until it ends."""
     port = launch.listener if launch.slot is None else None
     with Receiver(port) as receiver, _recorder(launch) as recorder:
@@ -188,7 +186,7 @@ def explain(launch: Launch) -> int:
     with Receiver() as receiver:
         launch = replace(launch, directive=replace(launch.directive, report=str(receiver.path), explain=True))
         watcher = _Watcher(launch)
-        ended = _run(launch, receiver, watcher, supervisor.fresh)
+        ended = _run(launch, receiver, watcher, child.fresh)
     explained = [report for report in watcher.reports if isinstance(report, Decision)]
     if ended.interrupted:
         return leave(ended.status) or 1
@@ -206,7 +204,7 @@ def _run(
     launch: Launch,
     receiver: Receiver,
     watcher: _Watcher,
-    start: supervisor.Starter,
+    start: child.Starter,
     beside: supervisor.Beside | None = None,
 ) -> supervisor.Ended:
     env = environment(os.environ, launch)

@@ -23,7 +23,7 @@ from weightcache.warm.key import Key, parked
 from weightcache.warm.learned import Learned
 
 if TYPE_CHECKING:
-    from weightcache.launch.supervisor import Child, Starter
+    from weightcache.launch.child import Child, Starter
 
 GOING_SECONDS = 10.0
 KILL_SECONDS = 30.0
@@ -58,7 +58,7 @@ class _Tree:
 
 
 class Pool:
-    """Use ``start`` as the way to start a server (supervisor.Starter), and ``attend`` now and then while it serves."""
+    """Use ``start`` as the way to start a server (child.Starter), and ``attend`` now and then while it serves."""
 
     def __init__(
         self,

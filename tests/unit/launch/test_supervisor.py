@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pty
 import resource
@@ -17,7 +16,6 @@ import pytest
 from tests.unit.launch.support import ATTACHED, alive, eventually
 from weightcache import transport
 from weightcache.engine.directive import Decision, encode_report
-from weightcache.errors import NoRoom, UsageError, WeightcacheError
 from weightcache.launch import supervisor
 
 GOOD = [["ready", "main"], ["ready", "scheduler"], ["decision", ATTACHED]]
@@ -151,22 +149,6 @@ def test_a_launcher_without_descriptors_hears_who_waits_when_it_has_some_and_res
     _, err = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "rank 7: loaded from disk: a test" in err
-
-
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(errno.ENOENT, UsageError), (errno.EACCES, UsageError), (errno.EAGAIN, NoRoom), (errno.ENOMEM, NoRoom)],
-)
-def test_what_may_pass_by_itself_is_no_mistake_of_the_operators(
-    monkeypatch: pytest.MonkeyPatch, number: int, kind: type[WeightcacheError]
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(supervisor.subprocess, "Popen", fails)
-    with pytest.raises(WeightcacheError, match="python cannot be started") as caught:
-        supervisor.fresh(["python"], {}, lambda: None)
-    assert type(caught.value) is kind
 
 
 class Hung:
