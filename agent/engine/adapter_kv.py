@@ -126,12 +126,10 @@ def back_as_planned(model_runner: Any) -> None:
 
 
 def plan_key(configurator: Any) -> tuple[str, ...]:
-    """What the number of bytes depends on that a plan is made for, besides the free memory: arguments and the GPU."""
-    args = configurator.server_args
+    """What the bytes depend on that a plan is made for, besides the engine's file and the free memory."""
     device = torch.cuda.get_device_properties(configurator.gpu_id)
-    names = ("model_path", "revision", "dtype", "kv_cache_dtype", "tp_size", "mem_fraction_static", "max_total_tokens")
-    values = [f"{name}={adapter.resolved(args, name)}" for name in names]
-    return (*values, f"device={device.name}, {device.total_memory} bytes")
+    versions = f"sglang={adapter.version()}", f"torch={torch.__version__}"
+    return (*versions, f"device={device.name}, {device.total_memory} bytes")
 
 
 def from_first_rank(value: int) -> int:

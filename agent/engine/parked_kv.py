@@ -83,17 +83,20 @@ def give_back() -> int:
     return sum(buffers.backed_bytes for buffers in Parked.made)
 
 
-def hooks(plan: Path, lock: Path, reserve_bytes: int, kv_bytes: int = 0) -> dict[str, Callable[..., Any]]:
+def hooks(
+    plan: Path, lock: Path, reserve_bytes: int, kv_bytes: int = 0, engine: str = ""
+) -> dict[str, Callable[..., Any]]:
     """What is hooked in a scheduler of an engine in a slot, on a GPU.
 
     ``plan`` is the file in which the slots of an engine agree on the bytes of their KV memory; ``reserve_bytes`` are
-    left free for the other slot. With ``kv_bytes`` there is nothing to measure and to agree on.
+    left free for the other slot. With ``kv_bytes`` there is nothing to measure and to agree on. ``engine`` stands for
+    all that its file says of it.
     """
 
     def budget(configurator: Any, measure: Callable[[], int]) -> int:
         if kv_bytes:
             return kv_bytes
-        key = [*sglang.plan_key(configurator), f"reserve_bytes={reserve_bytes}"]
+        key = [*sglang.plan_key(configurator), f"reserve_bytes={reserve_bytes}", f"engine={engine}"]
         return planned(plan, lock, key, lambda: measure() - reserve_bytes)
 
     def profile_bytes(original: Callable[..., int], configurator: Any, *args: Any, **kwargs: Any) -> int:

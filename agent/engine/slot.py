@@ -63,7 +63,7 @@ def rank_hooks(directive: Directive) -> dict[str, Callable[..., Any]]:
 
         memory, hooks = (
             parked_kv.ParkedMemory(slot.unproven),
-            parked_kv.hooks(Path(slot.plan), Path(slot.lock), slot.reserve_bytes, slot.kv_bytes),
+            parked_kv.hooks(Path(slot.plan), Path(slot.lock), slot.reserve_bytes, slot.kv_bytes, slot.engine),
         )
     rank = slot_rank.SlotRank(directive, slot, memory)
     _rank.append(rank)

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -112,8 +113,13 @@ class Channel:
 
 def end(why: str) -> NoReturn:
     """End this process at once, and with it whatever it holds."""
-    os.write(2, f"weightcache: {why}\n".encode())
-    os._exit(1)
+    try:
+        poll = select.poll()
+        poll.register(2, select.POLLOUT)
+        if poll.poll(0):  # nobody may read it any more
+            os.write(2, f"weightcache: {why}\n".encode()[: select.PIPE_BUF])
+    finally:
+        os._exit(1)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ LOOP_SECONDS = 30.0
 """How long an order's work in the event loop may take, beyond what it waits for by order."""
 FLUSH_SECONDS = 10.0
 BEAT_SECONDS = 1.0
+SETTLE_SECONDS = 0.02
 
 _T = TypeVar("_T")
 
@@ -134,6 +135,8 @@ class SlotServer:
         if self._accepting is not None:
             sglang.accept_no_more(self._server, self._accepting)
             self._accepting = None
+            # The event loop has taken connections of which the server is told in a later round.
+            await asyncio.sleep(SETTLE_SECONDS)
         if (requests := self._requests) is not None:
             aborted = 0
             with timed(seconds, "drain"):

@@ -99,6 +99,7 @@ class Slot:
             self._limits.reserve_bytes,
             self._limits.kv_bytes,
             self._limits.unproven,
+            self._limits.engine,
         )
 
     def over(self, text: str) -> None:

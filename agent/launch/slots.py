@@ -74,6 +74,7 @@ def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot
         reserve_bytes=int(standby.reserve_gigabytes * 2**30),
         kv_bytes=int(standby.kv_gigabytes * 2**30),
         unproven=standby.unproven,
+        engine=config.digest,
     )
     initial = SlotStatus(
         name.engine,

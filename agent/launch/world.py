@@ -60,8 +60,8 @@ class Limits:
     ``start``: until a process that says nothing yet counts as hung. ``rest``: how long one that has retired leaves the
     lock to a standby. ``margin``: how much longer than ``drain`` retiring may take. ``reserve_bytes``: GPU memory that
     the active engine leaves to a standby. ``kv_bytes``: KV memory on each GPU, 0 if that is measured. ``unproven``: as
-    in the engine's file. ``clear``: how long less important engines may neither say that they retire nor give theirs
-    back.
+    in the engine's file, whose digest is ``engine``. ``clear``: how long less important engines may neither say that
+    they retire nor give theirs back.
     """
 
     own: float
@@ -74,6 +74,7 @@ class Limits:
     reserve_bytes: int = 0
     kv_bytes: int = 0
     unproven: bool = False
+    engine: str = ""
     clear: float = 180.0
 
 

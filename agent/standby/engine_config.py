@@ -5,7 +5,9 @@ Whatever is wrong with a file, or cannot work with two engines on one host, is a
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -82,6 +84,12 @@ class EngineConfig:
         host = () if "host" in given else ("--host", self.host)
         port = () if "port" in given else ("--port", str(self.port))
         return (*self.engine.arguments, *host, *port)
+
+    @property
+    def digest(self) -> str:
+        """Of all that may change how much memory an engine needs: 32 hex digits."""
+        said = [self.sglang, self.engine.python, sorted(self.engine.environment.items()), self.engine.without]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
     @property
     def listen(self) -> str:

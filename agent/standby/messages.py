@@ -30,6 +30,7 @@ class Slot:
     on while it is no active one. ``plan``: path of the file in which both slots agree on the bytes of KV memory, and
     ``reserve_bytes``: GPU memory that the active engine leaves to the standby. ``kv_bytes``: of KV memory on each GPU,
     0 if that is to be measured. ``unproven``: whether kinds of KV memory may be used that no run on a GPU has shown.
+    ``engine``: EngineConfig.digest of the engine's file.
     """
 
     channel: str
@@ -39,6 +40,7 @@ class Slot:
     reserve_bytes: int = 0
     kv_bytes: int = 0
     unproven: bool = False
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)

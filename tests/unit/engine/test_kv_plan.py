@@ -72,17 +72,24 @@ def test_what_was_measured_while_an_engine_became_active_is_no_plan(paths: tuple
     assert not paths[0].exists()
 
 
-def test_another_reserve_or_gpu_is_another_plan(paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_reserve_gpu_file_or_release_is_another_plan(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = SimpleNamespace(name="NVIDIA H200", total_memory=150 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    configurator = SimpleNamespace(server_args=SimpleNamespace(model_path="m"), gpu_id=3, mambaish_config=None)
+    monkeypatch.setattr(adapter, "version", lambda: "0.5.17")
+    configurator = SimpleNamespace(gpu_id=3, mambaish_config=None)
 
-    def planned(reserve: int, free: int) -> Any:
-        return parked_kv.hooks(*paths, reserve)[adapter_kv.PROFILE_BYTES](lambda *_: free, configurator, 5)
+    def planned(reserve: int, free: int, engine: str = "its file") -> Any:
+        hooks = parked_kv.hooks(*paths, reserve, engine=engine)
+        return hooks[adapter_kv.PROFILE_BYTES](lambda *_: free, configurator, 5)
 
     assert [planned(300, 1000), planned(300, 2000), planned(400, 1000)] == [700, 700, 600]
     device.total_memory = 80 << 30
     assert planned(400, 800) == 400
+    assert [planned(400, 900, "another file"), planned(400, 1000, "another file")] == [500, 500]
+    monkeypatch.setattr(adapter, "version", lambda: "another one")
+    assert planned(400, 1000, "another file") == 600
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -172,6 +173,36 @@ def test_a_process_ends_with_its_launcher(runtime_dir: Path, child: Callable[[],
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 1
     assert err == "weightcache: the launcher is gone, and this process ends\n"
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_process_ends_with_its_launcher_whoever_reads_what_it_says(runtime_dir: Path, full: bool) -> None:
+    reads, writes = os.pipe()
+    with SlotLauncher(runtime_dir / "channel") as launcher:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(runtime_dir / "channel")], stdout=subprocess.DEVNULL, stderr=writes
+        )
+        try:
+            launcher.wait_joined(3)
+            if full:
+                os.set_blocking(writes, False)
+                with contextlib.suppress(BlockingIOError):
+                    while os.write(writes, b"x" * 4096):
+                        pass
+                os.set_blocking(writes, True)
+            else:
+                os.close(reads)
+            os.close(writes)
+        except BaseException:
+            process.kill()
+            raise
+    try:
+        assert process.wait(SECONDS) == 1
+    finally:
+        process.kill()
+        process.wait()
+        if full:
+            os.close(reads)
 
 
 def test_a_process_ends_where_orders_are_none(runtime_dir: Path, child: Callable[[], subprocess.Popen[str]]) -> None:

@@ -425,6 +425,34 @@ def test_nothing_is_computed_without_kv_memory_but_a_warm_up(here: Here) -> None
     assert sent == work
 
 
+def test_who_was_accepted_as_it_retires_is_answered(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop takes a connection in one round of the event loop, and makes its protocol in a later one."""
+    here.activate()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        client = http.client.HTTPConnection(*other.getsockname(), timeout=SECONDS)
+        client.request("GET", "/quick", headers={"Connection": "close"})
+        accepted, _ = other.accept()
+    accept_no_more = adapter_slot.accept_no_more
+
+    def with_one_under_way(server: Any, accepting: Any) -> None:
+        accept_no_more(server, accepting)
+        config, loop = server.config, asyncio.get_running_loop()
+
+        async def made() -> None:
+            await asyncio.sleep(0)
+            protocol = config.http_protocol_class(
+                config=config, server_state=server.server_state, app_state=server.lifespan.state
+            )
+            await loop.connect_accepted_socket(lambda: protocol, accepted)
+
+        loop.making = loop.create_task(made())  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(adapter_slot, "accept_no_more", with_one_under_way)
+    assert here.launcher.retire(SECONDS).problem == ""
+    with closing(client):
+        assert client.getresponse().status == 200
+
+
 def test_whoever_else_has_the_socket_goes_on_accepting(here: Here) -> None:
     here.activate()
     assert here.ask("/quick").result()[0] == 200

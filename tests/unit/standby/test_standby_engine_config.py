@@ -50,6 +50,20 @@ def test_everything_said() -> None:
     assert config.standby.unproven
 
 
+def test_its_digest_changes_with_whatever_may_need_memory() -> None:
+    texts = [
+        with_arguments("--model /m --port 1"),
+        with_arguments("--model /m --port 1 --max-loras-per-batch 4"),
+        with_arguments("--model /m --port 1", 'environment = { A = "1" }\n'),
+        with_arguments("--model /m --port 1", 'environment = { A = "2" }\n'),
+        with_arguments("--model /m --port 1", 'python = "/p"\n'),
+        with_arguments("--model /m --port 1", 'without = ["graphs"]\n'),
+    ]
+    assert len({parse(text).digest for text in texts}) == len(texts)
+    same = with_arguments("--model /m --port 1", "priority = 3\n[standby]\ndrain_seconds = 1\n")
+    assert parse(same).digest == parse(texts[0]).digest
+
+
 def test_what_is_said_twice_is_passed_on_once() -> None:
     config = parse(with_arguments("--model /m --host=0.0.0.0 --po 8000", 'listen = "0.0.0.0:8000"\n'))
     assert config.sglang == ("--model", "/m", "--host=0.0.0.0", "--po", "8000")
