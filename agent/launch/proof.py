@@ -84,7 +84,10 @@ def cause(reports: Sequence[Report], python: str, environment: Mapping[str, str]
     except (OSError, subprocess.SubprocessError):
         return f"whether the plugin is installed in {python} could not be found out"
     if probe.returncode == 3:
-        return f"the plugin is not installed where the engine runs: `{python} -m pip install weightcache`"
+        return (
+            f"the plugin is not installed where the engine runs: `{python} -m pip install --no-deps "
+            "/usr/share/weightcache/weightcache-*.whl`, or the checkout in its place"
+        )
     return (
         f"the plugin is installed in {python} but did not report (its hooks failed, SGLANG_PLUGINS or SGLANG_PLATFORM "
         "excludes it, or this SGLang has no plugins): look for 'plugin' in the server's log"

@@ -131,7 +131,10 @@ def _bytecode() -> Iterator[Finding]:
 def _plugin() -> Iterator[Finding]:
     found = [entry for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP) if entry.name == PLUGIN]
     if not found:
-        advice = "pip install weightcache into this environment: SGLang finds the plugin by its entry point"
+        advice = (
+            "install weightcache into this environment (pip install --no-deps, and the wheel in /usr/share/weightcache "
+            "or the checkout): SGLang finds the plugin by its entry point"
+        )
         yield Finding("problem", "plugin", f"no entry point {PLUGIN} in the group {PLUGIN_GROUP}", advice)
         return
     allowed = os.environ.get("SGLANG_PLUGINS")
