@@ -140,11 +140,18 @@ def bind(stack: contextlib.ExitStack, path: Path, mode: str, group: str | None) 
         elif answer not in (errno.ENOENT, errno.ECONNREFUSED):  # EAGAIN too: somebody's queue is full
             raise OSError(f"somebody answers there ({os.strerror(answer) if answer else 'connected'})")
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-        listener.bind(str(path))
+        # The file gets its mode with its name: a chmod of the name could hit what somebody has put there since.
+        rights = int(mode, 8)
+        os.fchmod(listener.fileno(), rights)
+        mask = os.umask(0o777 & ~rights)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(mask)
         stack.callback(remove, path, path.lstat())
         if group is not None:
-            os.chown(path, -1, int(group) if group.isdigit() else grp.getgrnam(group).gr_gid)
-        path.chmod(int(mode, 8))
+            gid = int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+            os.chown(path, -1, gid, follow_symlinks=False)
         listener.listen(BACKLOG)  # nobody could connect before this
     except (OSError, KeyError, ValueError) as error:
         raise OSError(f"cannot listen at {path}: {error.args[-1]}") from None

@@ -6,10 +6,14 @@ the others: a tmpfiles.d entry makes /run/weightcache, and a user without it get
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from weightcache.errors import ConfigError, WeightcacheError
 
 SYSTEM_RUNTIME_DIR = Path("/run/weightcache")
 CONFIG_FILE = Path("/etc/weightcache/weightcache.toml")
@@ -78,6 +82,41 @@ def user_runtime_dir() -> Path:
     if base := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "weightcache"
     return Path(tempfile.gettempdir()) / f"weightcache-{os.getuid()}"
+
+
+def own_directory(path: Path, mode: int = 0o755, private: bool = False) -> Path:
+    """Make ``path``, or take what is there if nobody else can put other files in its place.
+
+    Where everybody may make files, as below /tmp, whoever came first made it: there, each directory on the way has to
+    be this user's own or root's, and the last one this user's alone. ``private``: the last one has to be that anywhere.
+    Raises ConfigError for what is somebody else's, WeightcacheError where it cannot be made.
+    """
+    path = path.absolute()
+    try:
+        for directory in (*reversed(path.parents), path):
+            last = directory == path
+            with contextlib.suppress(FileExistsError):
+                if not os.path.lexists(directory):
+                    directory.mkdir(mode if last else 0o755)
+            if (last and private) or directory.parent.stat().st_mode & stat.S_IWOTH:
+                _require_own(directory, last)
+        if not path.is_dir():
+            raise ConfigError(f"{path} is no directory: remove it or choose another one")
+    except OSError as error:
+        raise WeightcacheError(f"{path} cannot be made ({error.strerror})") from None
+    return path
+
+
+def _require_own(directory: Path, last: bool) -> None:
+    found = directory.lstat()
+    owners = (os.geteuid(),) if last else (os.geteuid(), 0)
+    # Below one like /tmp itself, with the sticky bit, nobody replaces what is another user's.
+    closed = not found.st_mode & 0o022 or (not last and found.st_mode & stat.S_ISVTX)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in owners or not closed:
+        raise ConfigError(
+            f"{directory} must be a directory that belongs to uid {os.geteuid()} and that nobody else may write: "
+            "remove it or choose another one"
+        )
 
 
 def state_dir() -> Path:

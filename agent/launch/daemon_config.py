@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightcache import paths
 from weightcache.config import DEFAULT_DEPLOYMENT
 from weightcache.config_layout import layout_key
-from weightcache.errors import PermissionRefused, UsageError
+from weightcache.errors import PermissionRefused, UsageError, WeightcacheError
 from weightcache.launch.server_only import without
 from weightcache.spellings import FLAGS, SPELLINGS, find
 
@@ -74,16 +74,9 @@ def render(
 def private_directory(path: Path) -> Path:
     """Make ``path`` for this user alone, or check that it is. Raises PermissionRefused."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-    except OSError as error:
-        raise PermissionRefused(f"the runtime directory {path} cannot be made ({error.strerror})") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise PermissionRefused(
-            f"the runtime directory {path} must be a directory that only this user may write: remove it or choose "
-            "another one with --wcache-runtime-dir"
-        )
-    return path
+        return paths.own_directory(path, 0o700, private=True)
+    except WeightcacheError as error:
+        raise PermissionRefused(f"the runtime directory: {error.message} (--wcache-runtime-dir)") from None
 
 
 def write(directory: Path, text: str) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightcache.errors import WeightcacheError
+from weightcache.paths import own_directory
 from weightcache.server import listen
 from weightcache.server.acceptor import Acceptor
 from weightcache.server.connection import Door
@@ -48,10 +49,7 @@ class Doors:
 
     def _open(self) -> None:
         settings = self._settings
-        try:
-            settings.paths.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        except OSError as error:
-            raise WeightcacheError(f"cannot make {settings.paths.directory}: {error.strerror}") from None
+        own_directory(settings.paths.directory)
         publish_gid = settings.gid if settings.publish_gid is None else settings.publish_gid
         publish_mode = 0o600 if settings.publish_gid is None and not settings.config.policy.publishers else 0o660
         for door, path, mode, gid in (

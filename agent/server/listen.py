@@ -99,14 +99,15 @@ def bind(path: Path, mode: int, gid: int | None = None) -> Listener:
     _clear(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
-        mask = os.umask(0o177)
+        # The file gets its mode with its name: a chmod of the name could hit what somebody has put there since.
+        os.fchmod(sock.fileno(), mode)
+        mask = os.umask(0o777 & ~mode)
         try:
             sock.bind(str(path))
         finally:
             os.umask(mask)
         if gid is not None:
             _give(path, gid)
-        path.chmod(mode)
         # Only now can anybody connect.
         sock.listen(BACKLOG)
         return Listener(sock, path, _identity(path))
@@ -117,7 +118,7 @@ def bind(path: Path, mode: int, gid: int | None = None) -> Listener:
 
 def _give(path: Path, gid: int) -> None:
     try:
-        os.chown(path, -1, gid)
+        os.chown(path, -1, gid, follow_symlinks=False)
     except OSError as error:  # fewer may connect than was meant, which is no reason to serve nobody
         log.warning("cannot give %s to group %d: %s", path, gid, error.strerror)
 
@@ -135,12 +136,13 @@ def allow(file: Path | int, uid: int, rights: int) -> None:
 
     The file's mode has to be final. Raises OSError, also where the file system has no such entries.
     """
-    mode = stat.S_IMODE(os.stat(file).st_mode)
+    named = not isinstance(file, int)
+    mode = stat.S_IMODE(os.stat(file, follow_symlinks=not named).st_mode)
     owner, group, others = mode >> 6, mode >> 3 & 7, mode & 7
     # From linux/posix_acl_xattr.h: tag (owner, a user, group, the most that the two have, others), rights, id.
     entries = ((1, owner, None), (2, rights, uid), (4, group, None), (16, group | rights, None), (32, others, None))
     packed = (struct.pack("<HHI", tag, given, _ACL_NOBODY if of is None else of) for tag, given, of in entries)
-    os.setxattr(file, _ACL, struct.pack("<I", _ACL_VERSION) + b"".join(packed))
+    os.setxattr(file, _ACL, struct.pack("<I", _ACL_VERSION) + b"".join(packed), follow_symlinks=not named)
 
 
 def _clear(path: Path) -> None:

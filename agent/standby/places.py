@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from weightcache.errors import UsageError, WeightcacheError
-from weightcache.paths import runtime_dir
+from weightcache.errors import UsageError
+from weightcache.paths import own_directory, runtime_dir
 
 CONFIG_DIR = Path("/etc/weightcache/engines")
 SLOTS = ("a", "b")
@@ -67,11 +67,10 @@ class EnginePaths:
         return cls(runtime_dir() / "engines", engine)
 
     def prepare(self) -> None:
-        """Have the directory, which tmpfiles.d makes on a host, and this a user. Raises WeightcacheError."""
-        try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise WeightcacheError(f"{self.directory} cannot be made ({error.strerror})") from None
+        """Have the directory, which tmpfiles.d makes on a host, and this a user. Raises WeightcacheError, of which
+        ConfigError is for what another user has made there.
+        """
+        own_directory(self.directory, 0o700)
 
     @property
     def lock(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -185,6 +186,27 @@ def test_the_socket(rig: Rig, options: list[str], mode: int) -> None:
     assert stat.S_ISSOCK(found.st_mode)
     assert stat.S_IMODE(found.st_mode) == mode
     assert found.st_gid == os.getgid()
+
+
+def test_nothing_happens_to_what_is_put_in_the_place_of_the_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, path, lstat = tmp_path / "victim", tmp_path / "s", Path.lstat
+    victim.touch(0o600)
+
+    def swapped(where: Path) -> os.stat_result:
+        """What is there, and then another user's link."""
+        found = lstat(where)
+        if where == path and stat.S_ISSOCK(found.st_mode):
+            path.unlink()
+            path.symlink_to(victim)
+        return found
+
+    monkeypatch.setattr(Path, "lstat", swapped)
+    with contextlib.ExitStack() as stack:
+        keeper.bind(stack, path, "0666", str(os.getgid()))
+        assert path.is_symlink()
+        assert stat.S_IMODE(victim.stat().st_mode) == 0o600
 
 
 def test_a_socket_that_nobody_answers_on_is_replaced_and_another_is_not(rig: Rig) -> None:

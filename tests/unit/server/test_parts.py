@@ -6,8 +6,10 @@ import asyncio
 import os
 import pwd
 import socket
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +255,47 @@ def test_an_agent_that_gives_up_accepts_nobody_whom_it_would_hang_up_on() -> Non
 
     asyncio.run(give_up())
     assert not ending.accepted_late
+
+
+def swapping(path: Path, target: Path) -> Callable[[int], int]:
+    """An os.umask() after whose second call ``path``, a socket that was bound just now, is a link to ``target``."""
+    umask, calls = os.umask, []
+
+    def called(mask: int) -> int:
+        calls.append(mask)
+        if len(calls) == 2:
+            path.unlink()
+            path.symlink_to(target)
+        return umask(mask)
+
+    return called
+
+
+def test_nothing_happens_to_what_is_put_in_the_place_of_a_socket(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, path = runtime_dir / "victim", runtime_dir / "0.sock"
+    victim.touch(0o600)
+    before = victim.stat()
+    other = next((gid for gid in (*os.getgroups(), 7) if gid != before.st_gid), 7)
+    monkeypatch.setattr(os, "umask", swapping(path, victim))
+    listener = listen.bind(path, 0o666, other)
+    listen.let_in(path, 7)
+    listener.close()
+    after = victim.stat()
+    assert (after.st_mode, after.st_gid) == (before.st_mode, before.st_gid)
+    assert "system.posix_acl_access" not in os.listxattr(victim)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o660, 0o666])
+@pytest.mark.parametrize("mask", [0o000, 0o077, 0o777])
+def test_a_socket_has_its_mode_whatever_the_umask(runtime_dir: Path, mode: int, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        listener = listen.bind(runtime_dir / "0.sock", mode)
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((runtime_dir / "0.sock").lstat().st_mode) == mode
+    listener.close()
+    assert not list(runtime_dir.iterdir())

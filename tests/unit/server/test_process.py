@@ -19,7 +19,8 @@ from tests.unit.server import harness
 from tests.unit.server.harness import Agent, donation, eventually, gone
 from weightcache import protocol, records
 from weightcache.client import Conversation
-from weightcache.errors import WeightcacheError
+from weightcache.errors import ConfigError, WeightcacheError
+from weightcache.paths import RankPaths
 
 MIB = 1 << 20
 
@@ -43,6 +44,21 @@ def test_sockets_and_their_modes(agent: Agent) -> None:
     agent.configure(policy={"publishers": ["65534"]})
     agent.start()
     assert mode_of(paths.publish) == 0o660
+
+
+def test_a_directory_that_another_user_may_have_made_is_not_served_in(agent: Agent) -> None:
+    shared, victim = agent.folder / "shared", agent.folder / "victim"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    victim.mkdir()
+    agent.paths = RankPaths(shared / "run", 0)
+    agent.paths.directory.symlink_to(victim)
+    agent.start(wait=False)
+    assert agent.process is not None
+    assert agent.process.wait(harness.SECONDS) == ConfigError.exit_status
+    assert agent.text().count("\n") == 1
+    assert f"{agent.paths.directory} must be a directory that belongs to uid {os.getuid()}" in agent.text()
+    assert not list(victim.iterdir())
 
 
 def test_stop_says_so_and_exits_cleanly(agent: Agent) -> None:
