@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import typing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from weightcache.standby.status import Promotion, SlotStatus
 
 
+CAUSES = typing.get_args(status.Cause)
 AGAIN_SECONDS = 1.0
 """Between two tries to write what could not be written."""
 
@@ -41,7 +43,10 @@ class Board:
         self._spare: int | None = None
         self.status = initial
         if before:
-            self.status = replace(initial, promotions=before.promotions, promoted=before.promoted)
+            # Whatever else is in that file, what is carried over stays small from one launcher to the next.
+            promotions = before.promotions[-status.MOST_PROMOTIONS :]
+            promoted = {cause: count for cause in CAUSES if (count := before.promoted.get(cause, 0)) > 0}
+            self.status = replace(initial, promotions=promotions, promoted=promoted)
         self.problem = ""
 
     def engine_starts(self) -> None:

@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING
 
 from weightcache import transport
-from weightcache.errors import WeightcacheError
+from weightcache.errors import ProtocolError, WeightcacheError
 from weightcache.launch.door import Door
 from weightcache.standby.control import Command, Reply, decode_command, encode
 
@@ -25,6 +25,8 @@ MOST_CLIENTS = 32
 PATIENCE = 10.0
 """Seconds that a client has for its command."""
 AT_ONCE = 100
+LONGEST_TEXT = 1000
+"""Of a reply that goes without its status, which makes it too large for a packet."""
 
 
 class Control:
@@ -83,7 +85,11 @@ class Control:
                 reply = Reply(False, error.message)
             except ValueError as error:
                 reply = Reply(False, f"that is no command ({str(error)[:200]})")
-            transport.send_packet(client, encode(reply))
+            try:
+                transport.send_packet(client, encode(reply))
+            except ProtocolError:  # a status that no packet can hold must not end an engine
+                text = reply.text[:LONGEST_TEXT] or "the status is too large to be sent"
+                transport.send_packet(client, encode(Reply(reply.ok, text)))
 
     def close(self) -> None:
         """Remove the socket."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,18 @@ def test_promotions_outlive_a_launcher(tmp_path: Path, initial: SlotStatus) -> N
     assert later.status.promotions == (*[promotion()] * (status.MOST_PROMOTIONS - 1), promotion("death"))
     later.promoted(promotion("death"))
     assert later.status.promoted == {"start": status.MOST_PROMOTIONS + 5, "death": 2}
+
+
+def test_what_no_launcher_wrote_is_not_carried_over(tmp_path: Path, initial: SlotStatus) -> None:
+    path = tmp_path / "chat-a.json"
+    odd = {f"cause {number:04}": number for number in range(5000)}
+    status.write(path, replace(initial, promoted={"death": 3, "wake": 0, "start": -1, **odd}))
+    written = json.loads(path.read_text())
+    written["promotions"] = [{"at": float(n), "seconds": 0.1, "cause": "death"} for n in range(1000)]
+    path.write_text(json.dumps(written))
+    board = Board(path, initial)
+    assert board.status.promoted == {"death": 3}
+    assert [one.at for one in board.status.promotions] == list(range(1000 - status.MOST_PROMOTIONS, 1000))
 
 
 def test_a_full_disk_is_said_once(tmp_path: Path, initial: SlotStatus, capfd: pytest.CaptureFixture[str]) -> None:
