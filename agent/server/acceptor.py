@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightcache import protocol
+from weightcache.errors import ProtocolError
 from weightcache.server import peers
-from weightcache.server.connection import Connection, Door
+from weightcache.server.connection import Connection, Door, PeerLeft
 from weightcache.server.dispatch import converse
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Coroutine
 
     from weightcache.server.app import Agent
 
@@ -21,6 +24,14 @@ log = logging.getLogger("weightcache")
 
 PER_UID = 64
 """Connections of one user at one door, root's too: each may hold one unread packet of descriptors (unix(7))."""
+
+MOST_REFUSED = 16
+"""Connections of one user at one door beyond that which are told why and are not closed yet."""
+
+REFUSED_SECONDS = 1.0
+"""How long such a client may take to send its request. Were the connection closed before, it would see that its request
+could not be sent or was lost, and not the answer that waits for it.
+"""
 
 PAUSE_SECONDS = 1.0
 _BATCH = 32
@@ -33,6 +44,7 @@ class Acceptor:
         sock.setblocking(False)
         self._agent, self._sock, self._door = agent, sock, door
         self._count: collections.Counter[int] = collections.Counter()
+        self._refused: collections.Counter[int] = collections.Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -78,20 +90,35 @@ class Acceptor:
     def _admit(self, sock: socket.socket) -> None:
         peer = peers.identify(sock)
         connection = Connection(sock, peer, self._door)
-        if self._count[peer.uid] >= PER_UID:
-            text = f"uid {peer.uid} has {PER_UID} connections here already"
-            connection.send_now(protocol.Failure("not-ready", text))
-            connection.close()
+        if self._count[peer.uid] < PER_UID:
+            self._begin(converse(self._agent, connection), self._count, peer.uid)
             return
-        self._count[peer.uid] += 1
-        task = self._loop.create_task(converse(self._agent, connection))
-        self._tasks.add(task)
-        task.add_done_callback(lambda done: self._done(done, peer.uid))
+        connection.send_now(protocol.Failure("not-ready", f"uid {peer.uid} has {PER_UID} connections here already"))
+        if self._refused[peer.uid] < MOST_REFUSED:
+            self._begin(_see_off(connection), self._refused, peer.uid)
+        else:
+            connection.close()
 
-    def _done(self, task: asyncio.Task[None], uid: int) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], count: collections.Counter[int], uid: int) -> None:
+        count[uid] += 1
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda done: self._done(done, count, uid))
+
+    def _done(self, task: asyncio.Task[None], count: collections.Counter[int], uid: int) -> None:
         self._tasks.discard(task)
-        self._count[uid] -= 1
-        if not self._count[uid]:
-            del self._count[uid]
+        count[uid] -= 1
+        if not count[uid]:
+            del count[uid]
         if not task.cancelled() and (error := task.exception()):
             log.error("internal error", exc_info=error)
+
+
+async def _see_off(connection: Connection) -> None:
+    """Close a connection on which all is said as soon as its request, which nobody reads, has come."""
+    try:
+        connection.end_answers()
+        with contextlib.suppress(PeerLeft, ProtocolError):
+            await connection.receive(REFUSED_SECONDS)
+    finally:
+        connection.close()

@@ -76,6 +76,11 @@ class Connection:
         with contextlib.suppress(OSError):
             transport.send_packet(self.channel.sock, protocol.encode(message))
 
+    def end_answers(self) -> None:
+        """Say no more: the peer reads what was sent, and then the end. What it sends can still be received."""
+        with contextlib.suppress(OSError):
+            self.channel.sock.shutdown(socket.SHUT_WR)
+
     async def closed(self) -> None:
         """Wait for the end of a connection on which nothing more may be said."""
         with contextlib.suppress(PeerLeft, ProtocolError):

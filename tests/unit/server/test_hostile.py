@@ -21,7 +21,7 @@ from tests.unit.server.harness import LOADER, PYTHON, Agent, eventually, outcome
 from weightcache import protocol, transport
 from weightcache.client import Conversation
 from weightcache.errors import NotReady, ProtocolError, VersionSkew, WeightcacheError
-from weightcache.server.acceptor import PER_UID
+from weightcache.server.acceptor import MOST_REFUSED, PER_UID
 from weightcache.server.connection import Connection, Door
 from weightcache.server.peers import Peer
 
@@ -154,6 +154,34 @@ def test_too_many_connections_of_one_user(agent: Agent) -> None:
         assert agent.status().state == "empty"  # the other doors count for themselves
     agent.await_fds(before)
     agent.load()
+
+
+def test_a_client_beyond_the_limit_is_told_so_whenever_it_asks(agent: Agent) -> None:
+    agent.start()
+    before = agent.fds()
+    with ExitStack() as many:
+        for _ in range(PER_UID):
+            many.enter_context(Conversation(agent.paths.public))
+        for at in range(100):  # most of them ask before, or while, the agent accepts
+            with raw(agent.paths.public) as one_more:
+                if at % 10 == 0:
+                    assert one_more.readable(2.0)
+                one_more.send(protocol.Attach("target", "g", fingerprint(), 0.0))
+                assert isinstance(refused(one_more), NotReady)
+    agent.await_fds(before)
+
+
+def test_who_is_refused_and_stays_takes_no_descriptors(agent: Agent) -> None:
+    agent.start()
+    before = agent.fds()
+    with ExitStack() as many:
+        for _ in range(PER_UID):
+            many.enter_context(Conversation(agent.paths.public))
+        full = eventually(lambda: found if (found := agent.fds()) >= before + PER_UID else 0)
+        for _ in range(5 * MOST_REFUSED):
+            many.enter_context(Conversation(agent.paths.public))
+            assert len(list(Path(f"/proc/{agent.pid}/fd").iterdir())) <= full + MOST_REFUSED + 1
+        agent.await_fds(full)  # although all of them are still there
 
 
 def test_accepting_pauses_when_descriptors_run_out(agent: Agent) -> None:
