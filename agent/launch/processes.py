@@ -12,6 +12,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from weightcache.standby import fence
+from weightcache.standby.messages import Process
+
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL = 0.02
 
@@ -21,15 +24,13 @@ class Tree:
     """Processes below one root, held by pidfds, so that a reused process number is never signalled."""
 
     root: int
-    held: dict[int, int] = field(default_factory=dict)
+    held: dict[Process, int] = field(default_factory=dict)
 
     def update(self) -> None:
         """Take hold of everything that is below the root now."""
-        for pid in below(self.root):
-            if pid in self.held:
-                continue
-            with contextlib.suppress(OSError):
-                self.held[pid] = os.pidfd_open(pid)
+        for process in _tree(self.root):
+            if process not in self.held and (fd := _hold(process)) is not None:
+                self.held[process] = fd
 
     def kill(self, timeout: float) -> bool:
         """SIGKILL the whole tree and wait; False if some process is still there after ``timeout`` seconds.
@@ -69,18 +70,42 @@ class Tree:
 
 def below(root: int) -> list[int]:
     """``root`` and all its living descendants."""
-    children: dict[int, list[int]] = {}
+    return [root, *(process.pid for process in _descendants(root))]
+
+
+def _tree(root: int) -> list[Process]:
+    """The same, but for a root that nobody sees any more."""
+    started = fence.started(root)
+    return [*([] if started is None else [Process(root, started)]), *_descendants(root)]
+
+
+def _descendants(root: int) -> list[Process]:
+    children: dict[int, list[Process]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError, ValueError):
                 # The second field is the command in parentheses and may hold anything, also ")".
                 fields = Path(entry.path, "stat").read_text(errors="replace").rpartition(")")[2].split()
                 if fields[0] not in "ZX":
-                    children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found = [root]
-    for pid in found:
-        found.extend(children.get(pid, ()))
+                    children.setdefault(int(fields[1]), []).append(Process(int(entry.name), int(fields[19])))
+    found = list(children.get(root, ()))
+    for process in found:
+        found.extend(children.get(process.pid, ()))
     return found
+
+
+def _hold(process: Process) -> int | None:
+    """A pidfd of the process; None if it is gone, or nobody can tell."""
+    try:
+        fd = os.pidfd_open(process.pid)
+    except OSError:
+        return None
+    # Only now: whoever had the number a moment ago may be gone, and who has it by now is somebody else's.
+    with contextlib.suppress(OSError):
+        if fence.started(process.pid) == process.started:
+            return fd
+    os.close(fd)
+    return None
 
 
 def adopt_orphans() -> None:
