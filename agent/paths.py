@@ -68,8 +68,13 @@ class RankPaths:
         return self.directory / f"{self.rank}.damaged"
 
 
-def runtime_dir() -> Path:
-    """$WEIGHTCACHE_RUNTIME_DIR, or /run/weightcache where it exists, or a private directory of this user."""
+def runtime_dir(option: Path | None = None, configured: Path | None = None) -> Path:
+    """A command line's option, else agent.runtime_dir of the configuration, else $WEIGHTCACHE_RUNTIME_DIR, else
+    /run/weightcache where it exists, else a directory of this user. The same order everywhere, or clients would look
+    elsewhere than agents serve.
+    """
+    if named := option or configured:
+        return named
     if chosen := os.environ.get("WEIGHTCACHE_RUNTIME_DIR"):
         return Path(chosen)
     if SYSTEM_RUNTIME_DIR.is_dir():

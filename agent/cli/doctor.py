@@ -79,7 +79,7 @@ def examine(options: argparse.Namespace) -> Iterator[Finding]:
         site = ranks.open_site(options)
     except ConfigError as error:
         # Named on the command line and broken: what can be looked at without it is looked at all the same.
-        site = Site(Config(), options.runtime_dir or paths.runtime_dir(), error)
+        site = Site(Config(), paths.runtime_dir(options.runtime_dir), error)
     if site.problem is not None:
         yield problem("configuration", site.problem.message, "edit the file; `wcache config check` looks again")
     elif site.config.path is None:

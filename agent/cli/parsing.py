@@ -60,7 +60,8 @@ def add_global(parser: Parser, top: bool = False) -> None:
         type=as_path,
         default=default,
         metavar="DIR",
-        help="directory of the agents' sockets (default: agent.runtime_dir of the configuration, or /run/weightcache)",
+        help="directory of the agents' sockets (default: agent.runtime_dir of the configuration, else "
+        "$WEIGHTCACHE_RUNTIME_DIR, else /run/weightcache, else below $XDG_RUNTIME_DIR)",
     )
 
 

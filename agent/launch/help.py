@@ -36,7 +36,7 @@ as its supervisor: signals and the exit status are passed through, one line a ra
                                 graphs: most graphs are captured after the first answers, when the engine is idle
                                 warmup: no warm-up requests when the same start succeeded before
                                 workers: (restart mode) the next engine's processes have imported SGLang already
-  --wcache-runtime-dir DIR      where the agents' sockets are (else $WEIGHTCACHE_RUNTIME_DIR, else the configuration's,
+  --wcache-runtime-dir DIR      where the agents' sockets are (else the configuration's, else $WEIGHTCACHE_RUNTIME_DIR,
                                 else /run/weightcache, else below $XDG_RUNTIME_DIR)
   --wcache-config FILE          the configuration (else /etc/weightcache/weightcache.toml where it exists)
   --wcache-python INTERPRETER   the Python that has SGLang (else this one, else the one of loader.command, else python3)

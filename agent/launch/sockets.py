@@ -74,12 +74,8 @@ class Agents:
 
 
 def directory(option: Path | None, config: Config) -> Path:
-    """The runtime directory: option, $WEIGHTCACHE_RUNTIME_DIR, the configuration, the default."""
-    if option is not None:
-        return option
-    if config.agent.runtime_dir is not None and not os.environ.get("WEIGHTCACHE_RUNTIME_DIR"):
-        return config.agent.runtime_dir
-    return paths.runtime_dir()
+    """The runtime directory, by the order of paths.runtime_dir()."""
+    return paths.runtime_dir(option, config.agent.runtime_dir)
 
 
 def discover(where: Path, config: Config, device: str, activate: bool = True) -> Agents:

@@ -66,15 +66,15 @@ def open_site(config: Path | None, runtime_dir: Path | None, node: int | None = 
         if config is not None:
             raise
         problem, found = error, Config()
-    directory = runtime_dir or found.agent.runtime_dir or paths.runtime_dir()
+    directory = paths.runtime_dir(runtime_dir, found.agent.runtime_dir)
     lost = None
     try:
         node = nodes.this_node(found.deployment.nodes, node)
     except ConfigError as error:
         node, lost = 0, error
     derived = not found.ranks and found.memory.backend == "cuda"
-    engines = Path(runtime_dir or paths.runtime_dir()) / "engines"
-    return Site(found, Path(directory), problem, node, lost, gpus.installed() if derived else (), engines)
+    engines = paths.runtime_dir(runtime_dir) / "engines"
+    return Site(found, directory, problem, node, lost, gpus.installed() if derived else (), engines)
 
 
 def find_ranks(site: Site) -> list[int]:

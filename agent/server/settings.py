@@ -115,7 +115,7 @@ def resolve(options: Options) -> Settings:
     gid = _group(f"{_name(chosen)}: [agent] socket_group", chosen.agent.socket_group, problems)
     publish_gid = _group("--publish-group", options.publish_group, problems)
     publishers = _users(chosen, problems)
-    directory = options.runtime_dir or chosen.agent.runtime_dir or paths.runtime_dir()
+    directory = paths.runtime_dir(options.runtime_dir, chosen.agent.runtime_dir)
     places = paths.RankPaths(directory.absolute(), options.rank)
     return Settings(
         rank=options.rank,

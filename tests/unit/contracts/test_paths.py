@@ -1,4 +1,4 @@
-"""Directories that are taken only if nobody else can put other files in their place."""
+"""Which directory it is; those that others may have made are taken only if nobody else can change what is in them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from weightcache import config, paths
 from weightcache.errors import ConfigError, WeightcacheError
+from weightcache.launch import sockets
+from weightcache.monitor import site
 from weightcache.paths import own_directory
+from weightcache.server import settings
 from weightcache.standby.places import EnginePaths
 
 
@@ -100,3 +104,21 @@ def test_an_engines_directory_is_looked_at_as_well(shared: Path, tmp_path: Path)
     with pytest.raises(ConfigError):
         EnginePaths(shared / "run" / "engines", "e").prepare()
     assert not (tmp_path / "engines").exists()
+
+
+@pytest.mark.parametrize("option", [None, Path("/option")])
+@pytest.mark.parametrize("configured", ["", "/configured"])
+@pytest.mark.parametrize("variable", ["", "/variable"])
+def test_agent_commands_and_launcher_look_in_the_same_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: Path | None, configured: str, variable: str
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f'[agent]\nruntime_dir = "{configured}"\n' * bool(configured) + '[memory]\nbackend = "host"\n')
+    monkeypatch.setenv("WEIGHTCACHE_RUNTIME_DIR", variable)
+    monkeypatch.setattr(paths, "SYSTEM_RUNTIME_DIR", tmp_path)
+    expected = option or Path(configured or variable or tmp_path)
+    assert settings.resolve(settings.Options(0, config=file, runtime_dir=option)).paths.directory == expected
+    assert site.open_site(file, option).directory == expected
+    assert sockets.directory(option, config.load(file)) == expected
+    # Engines' files are no agent's.
+    assert site.open_site(file, option).engines == (option or Path(variable or tmp_path)) / "engines"
