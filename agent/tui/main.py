@@ -28,7 +28,7 @@ Reads only: nothing is loaded, and no agent is started by looking at it."""
 
 EPILOG = """\
 keys:
-  q quit   ? help   / filter   s sort   Enter details   Esc back   Space pause   + - interval   1-9 rank
+  q quit   ? help   / filter   s sort   Enter details   Esc back   Space pause   + - interval   0-9 rank
   c compare fingerprints   l journal of the unit   e evict   d drain (both ask first)   ctrl+p palette
 
 without a screen (--once, --json, no terminal), exit status:
