@@ -5,6 +5,7 @@ This knows shapes only; what values make sense together is weightcache.config's 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -79,7 +80,10 @@ def shown(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, dict):
         return "a table"
-    text = json.dumps(value) if isinstance(value, str) else ascii(value)
+    try:
+        text = json.dumps(value) if isinstance(value, str) else ascii(value)
+    except ValueError:  # 0xFF... of more digits than Python shows
+        text = "a number of thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -121,9 +125,10 @@ def _scalar(kind: Any, value: Any, key: str) -> Any:
     if kind is Path:
         return Path(_scalar(str, value, key))
     if kind is float:
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise DecodeError(key, f"expected a finite number, got {shown(value)}")
-        return float(value)
+        with contextlib.suppress(OverflowError):  # a whole number that is larger than any of these
+            if type(value) in (int, float) and math.isfinite(value):
+                return float(value)
+        raise DecodeError(key, f"expected a finite number, got {shown(value)}")
     if type(value) is not kind:
         name = {str: "text in quotes", int: "a whole number", bool: "true or false"}[kind]
         raise DecodeError(key, f"expected {name}, got {shown(value)}")

@@ -13,7 +13,7 @@ from weightcache.launch.board import Board
 from weightcache.launch.notify import Manager
 from weightcache.launch.reports import MAX_SOCKET_PATH
 from weightcache.launch.slot import Slot
-from weightcache.launch.world import Limits
+from weightcache.launch.world import START_SECONDS, Limits
 from weightcache.sglang_options import why_no_socket
 from weightcache.standby import engine_config, fence
 from weightcache.standby.places import EnginePaths
@@ -66,16 +66,6 @@ def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot
             f"{name} was given no listening socket: it takes requests from weightcache-http@{name.engine}.socket, "
             f"which systemd hands to weightcache-engine@{name}.service"
         )
-    standby = config.standby
-    limits = Limits(
-        standby.own_seconds,
-        standby.drain_seconds,
-        standby.hang_seconds,
-        reserve_bytes=int(standby.reserve_gigabytes * 2**30),
-        kv_bytes=int(standby.kv_gigabytes * 2**30),
-        unproven=standby.unproven,
-        engine=config.digest,
-    )
     initial = SlotStatus(
         name.engine,
         name.slot,
@@ -89,8 +79,27 @@ def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot
         size=len(layout.ranks(launch)),
     )
     board = Board(paths.status(name.slot), initial)
-    with handed, closing(board), Slot(name, paths, handed, limits, len(layout.ranks(launch)), board, manager) as slot:
+    with (
+        handed,
+        closing(board),
+        Slot(name, paths, handed, limits(config), len(layout.ranks(launch)), board, manager) as slot,
+    ):
         yield slot
+
+
+def limits(config: EngineConfig) -> Limits:
+    """What the engine's file says to the director. An engine that waits for a load has the more time to start."""
+    standby = config.standby
+    return Limits(
+        standby.own_seconds,
+        standby.drain_seconds,
+        standby.hang_seconds,
+        start=START_SECONDS + config.engine.wait_seconds,
+        reserve_bytes=int(standby.reserve_gigabytes * 2**30),
+        kv_bytes=int(standby.kv_gigabytes * 2**30),
+        unproven=standby.unproven,
+        engine=config.digest,
+    )
 
 
 def _gpus(launch: Given) -> tuple[str, ...]:

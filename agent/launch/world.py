@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from weightcache.standby.roster import Roster
 
 
+START_SECONDS = 1800.0
+"""What a start takes at most, besides waiting for a load."""
+
+
 class World(Protocol):
     """What a director wants of the world. Whatever raises a WeightcacheError ends the engine."""
 
@@ -57,7 +61,7 @@ class World(Protocol):
 class Limits:
     """Seconds. ``own``, ``drain``, ``hang``: see docs/standby.md. ``order``: for any order without a limit of its own.
 
-    ``start``: until a process that says nothing yet counts as hung. ``rest``: how long one that has retired leaves the
+    ``start``: until an engine that is not ready counts as hung. ``rest``: how long one that has retired leaves the
     lock to a standby. ``margin``: how much longer than ``drain`` retiring may take. ``reserve_bytes``: GPU memory that
     the active engine leaves to a standby. ``kv_bytes``: KV memory on each GPU, 0 if that is measured. ``unproven``: as
     in the engine's file, whose digest is ``engine``. ``clear``: how long less important engines may neither say that
@@ -68,7 +72,7 @@ class Limits:
     drain: float
     hang: float
     order: float = 30.0
-    start: float = 1800.0
+    start: float = START_SECONDS
     rest: float = 10.0
     margin: float = 45.0
     reserve_bytes: int = 0

@@ -24,6 +24,16 @@ Lever = Literal["caches", "graphs", "warmup", "workers"]
 OnMismatch = Literal["fallback", "evict", "error"]
 LEAST_HANG = 30.0
 """Seconds. An event loop may be in one step for long: a long prefill, a compilation."""
+MOST = {
+    "wait_seconds": 86400,
+    "hang_seconds": 86400,
+    "drain_seconds": 86400,
+    "own_seconds": 3600,
+    "reserve_gigabytes": 65536,
+    "kv_gigabytes": 65536,
+}
+"""More than anybody needs, and less than timers, units and the driver have room for."""
+MOST_PRIORITY = 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +165,8 @@ def _build(data: dict[str, Any], name: str, path: Path) -> EngineConfig:
     _check_standby(standby)
     given = sglang_options.given(engine.arguments)
     _check_engine(engine, given)
+    _check_most(engine, "engine")
+    _check_most(standby, "standby")
     host, port = _address(engine, given)
     return EngineConfig(name, engine, standby, host, port, path)
 
@@ -172,6 +184,12 @@ def _check_standby(standby: StandbyTable) -> None:
             raise DecodeError(f"standby.{name}", f"must be 0 or greater, got {getattr(standby, name):g}")
 
 
+def _check_most(table: EngineTable | StandbyTable, key: str) -> None:
+    for name, most in MOST.items():
+        if (value := getattr(table, name, 0)) > most:
+            raise DecodeError(f"{key}.{name}", f"must be {most} or less, got {shown(value)}")
+
+
 def _check_engine(engine: EngineTable, given: Given) -> None:
     for i, argument in enumerate(engine.arguments):
         name = argument.partition("=")[0]
@@ -184,6 +202,9 @@ def _check_engine(engine: EngineTable, given: Given) -> None:
             raise DecodeError("engine.environment", f"{shown(variable)} is no name for an environment variable")
     if engine.python and not engine.python.startswith("/"):
         raise DecodeError("engine.python", f"expected an absolute path, got {shown(engine.python)}")
+    if abs(engine.priority) > MOST_PRIORITY:
+        text = f"must be from -{MOST_PRIORITY} to {MOST_PRIORITY}"
+        raise DecodeError("engine.priority", f"{text}, got {shown(engine.priority)}")
     if engine.wait_seconds < 0:
         raise DecodeError("engine.wait_seconds", f"must be 0 or greater, got {engine.wait_seconds:g}")
     if why := why_no_socket(given, engine.environment) or _why_not_twice(given):

@@ -16,6 +16,9 @@ from pathlib import Path
 from weightcache.errors import WeightcacheError
 from weightcache.standby.messages import Process
 
+LONGEST_POLL = 3600.0
+"""Seconds; poll(2) takes no more than an int of milliseconds."""
+
 
 def started(pid: int) -> int | None:
     """When the process started, in clock ticks since boot (field 22 of /proc/PID/stat); None: none is to be seen.
@@ -70,7 +73,7 @@ def wait(processes: Sequence[Process], seconds: float) -> tuple[Process, ...]:
                 poll.register(fd, select.POLLIN)
         while held:
             left = max(0.0, deadline - time.monotonic())
-            for fd, _ in poll.poll(left * 1000):
+            for fd, _ in poll.poll(min(left, LONGEST_POLL) * 1000):
                 poll.unregister(fd)
                 del held[fd]
                 os.close(fd)

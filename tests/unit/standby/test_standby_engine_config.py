@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weightcache.errors import ConfigError, UsageError
-from weightcache.launch import arguments
+from weightcache.launch import arguments, slots
 from weightcache.standby import engine_config
 from weightcache.standby.engine_config import EngineConfig
 
@@ -69,6 +69,21 @@ def test_what_is_said_twice_is_passed_on_once() -> None:
     assert config.sglang == ("--model", "/m", "--host=0.0.0.0", "--po", "8000")
 
 
+def test_the_largest_numbers_can_be_lived_with() -> None:
+    table = "hang_seconds = 86400\ndrain_seconds = 86400\nown_seconds = 3600\nreserve_gigabytes = 65536\n"
+    config = parse(GOOD + f"priority = -1000000\nwait_seconds = 86400\n[standby]\n{table}kv_gigabytes = 65536\n")
+    limits = slots.limits(config)
+    assert (limits.hang, limits.drain, limits.own) == (86400, 86400, 3600)
+    assert limits.reserve_bytes == limits.kv_bytes == 2**46
+    for seconds in (limits.hang, limits.drain + limits.margin, limits.own, limits.start):
+        assert seconds * 1000 < 2**31, "poll(2) takes milliseconds in an int"
+
+
+@pytest.mark.parametrize("seconds", [0, 600, 7200])
+def test_a_start_may_take_longer_when_it_may_wait_longer(seconds: int) -> None:
+    assert slots.limits(parse(GOOD + f"wait_seconds = {seconds}\n")).start == 1800 + seconds
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -82,6 +97,20 @@ def test_what_is_said_twice_is_passed_on_once() -> None:
         (GOOD + "[standby]\nown_seconds = 0\n", "standby.own_seconds: must be greater than 0"),
         (GOOD + "[standby]\nreserve_gigabytes = -1\n", "standby.reserve_gigabytes: must be 0 or greater"),
         (GOOD + "wait_seconds = -1\n", "engine.wait_seconds: must be 0 or greater"),
+        (GOOD + "wait_seconds = 86400.5\n", "engine.wait_seconds: must be 86400 or less, got 86400.5"),
+        (GOOD + "[standby]\nhang_seconds = 1e300\n", "standby.hang_seconds: must be 86400 or less, got 1e+300"),
+        (GOOD + "[standby]\ndrain_seconds = 86401\n", "standby.drain_seconds: must be 86400 or less"),
+        (GOOD + "[standby]\nown_seconds = 3_000_000\n", "standby.own_seconds: must be 3600 or less, got 3000000.0"),
+        (GOOD + "[standby]\nreserve_gigabytes = 1e300\n", "standby.reserve_gigabytes: must be 65536 or less"),
+        (GOOD + "[standby]\nkv_gigabytes = 65537\n", "standby.kv_gigabytes: must be 65536 or less"),
+        *(
+            (GOOD + f"[standby]\n{name} = {value}\n", f"standby.{name}: expected a finite number")
+            for name in ("hang_seconds", "drain_seconds", "own_seconds", "reserve_gigabytes", "kv_gigabytes")
+            for value in ("nan", "-inf", "inf", "1" + "0" * 400, "0x" + "f" * 5000)
+        ),
+        (GOOD + "priority = 1000001\n", "engine.priority: must be from -1000000 to 1000000, got 1000001"),
+        (GOOD + "priority = -1000001\n", "engine.priority: must be from -1000000 to 1000000"),
+        (GOOD + f"priority = 0x{'f' * 5000}\n", "engine.priority: must be from -1000000 to 1000000, got a number of"),
         (GOOD + 'priority = "high"\n', "engine.priority: expected a whole number"),
         (GOOD + 'without = ["weights"]\n', "engine.without[0]: expected"),
         (GOOD + 'on_mismatch = "disk"\n', "engine.on_mismatch: expected"),

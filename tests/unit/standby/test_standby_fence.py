@@ -102,6 +102,23 @@ def test_who_still_lives_after_the_time_is_named() -> None:
     assert _open_files() == before - 2  # the pipes of the two
 
 
+def test_a_time_that_poll_has_no_room_for_is_waited_for_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = started()
+    process = fence.identify(one.pid)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(fence, "LONGEST_POLL", 0.01)
+            began = time.monotonic()
+            assert fence.wait((process,), 0.1) == (process,)
+            assert time.monotonic() - began >= 0.1
+        threading.Timer(0.05, one.kill).start()
+        began = time.monotonic()
+        assert fence.wait((process,), 1e12) == ()
+        assert time.monotonic() - began < 5
+    finally:
+        end(one)
+
+
 def test_nobody_is_waited_for_no_time() -> None:
     assert fence.wait((), 30) == ()
     assert fence.wait((Process(2**22 - 1, 1),), 30) == ()
