@@ -1,4 +1,7 @@
-"""RANK.json: the last known status, for readers while the agent is down. Best effort: a full disk stops nothing."""
+"""RANK.json: the last known status, for readers while the agent is down. Best effort: a full disk stops nothing.
+
+It names processes, their users and command lines, so it is for whoever may connect to the status socket.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,7 @@ class StatusFile:
             )
         try:
             text = json.dumps(records.to_plain(status), indent=1) + "\n"
-            mode = 0o644 if settings.gid is None else 0o640
-            markers.replace(settings.paths.status_file, text, mode, settings.gid, settings.observer)
+            markers.replace(settings.paths.status_file, text, 0o640, settings.gid, settings.observer)
             self._complained = False
         except OSError as error:
             if not self._complained:

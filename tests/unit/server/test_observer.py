@@ -91,6 +91,17 @@ def test_no_other_door_opens_for_it(observed: Agent) -> None:
     as_user(STRANGER, lambda: shut(observed.paths.status))
 
 
+def test_what_an_agent_leaves_behind_is_for_whoever_may_ask(observed: Agent) -> None:
+    file = observed.paths.status_file
+    eventually(lambda: json.loads(file.read_text())["state"] == "ready")
+    with observed.attach():
+        eventually(lambda: json.loads(file.read_text())["sets"][0]["leases"])
+        as_user(STRANGER, lambda: not os.access(file, os.R_OK) and not os.access(observed.paths.status, os.W_OK))
+        as_user(NOBODY, lambda: os.access(file, os.R_OK) and os.access(observed.paths.status, os.W_OK))
+    observed.stop()
+    as_user(STRANGER, lambda: view.query(Site(Config(), observed.paths.directory), 0).heard_at == 0)
+
+
 @pytest.fixture
 def private(agent: Agent) -> Agent:
     """What it leaves behind is for one group, and for the observer, who is not in it."""

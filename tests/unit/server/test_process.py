@@ -178,7 +178,9 @@ def test_the_status_file_follows(agent: Agent) -> None:
 
     eventually(agent.paths.status_file.exists)
     eventually(lambda: written().state == "ready")
-    assert mode_of(agent.paths.status_file) == 0o644
+    # Who may ask what is the case may read what was the case.
+    assert (mode_of(agent.paths.status_file), mode_of(agent.paths.status)) == (0o640, 0o660)
+    assert agent.paths.status_file.stat().st_gid == agent.paths.status.stat().st_gid
     with agent.attach() as held:
         eventually(lambda: [x.lease for x in written().sets[0].leases] == [held.message.lease])
     eventually(lambda: not written().sets[0].leases)
