@@ -139,9 +139,15 @@ def _await(paths: EnginePaths, deadline: float, reached: Callable[[EngineView], 
 
 
 def _promoted(before: EngineView, now: EngineView) -> SlotView | None:
-    """The active slot, if it was promoted since ``before``."""
-    active = now.slot_in("active")
-    return active if active and _newest(active) not in [None, *map(_newest, before.slots)] else None
+    """The active slot, if it was promoted since ``before``. Raises NotReady if it is the one that was to retire."""
+    active, retired = now.slot_in("active"), before.slot_in("active", "retiring")
+    if active is None or _newest(active) in [None, *map(_newest, before.slots)]:
+        return None
+    if retired is not None and active.slot == retired.slot:
+        name, others = f"{now.engine}-{active.slot}", [slot for slot in now.slots if slot.slot != active.slot]
+        them = ", ".join(f"{now.engine}-{slot.slot} is {_role(slot)}" for slot in others)
+        raise NotReady(f"{name} has retired, and nobody has taken over: it is active again, and {them}")
+    return active
 
 
 def _newest(slot: SlotView) -> Promotion | None:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from weightcache.cli import engines_memory
+from weightcache.cli import engines_memory, engines_verbs
+from weightcache.errors import NotReady
 from weightcache.monitor.nvml import Reading
 from weightcache.monitor.snapshot import Device, DeviceProcess
 from weightcache.standby import control, fence, status
@@ -267,6 +268,39 @@ def test_promote_waits_until_the_other_one_is_active(host, launchers):
     assert first.startswith("e-b is active after 0.")
     assert second == "the promotion took 0.250 s (roster 0.001, own 0.200)"
     assert launchers.asked == [("a", "retire")]
+
+
+def test_promote_fails_where_the_same_slot_takes_requests_again(host, launchers):
+    launchers.slot("a", "active", promotions=(promotion(2),))
+    launchers.slot("b", "standby")
+
+    def swap() -> None:
+        launchers.slot("b", "starting", problem="rank 0 has ended")
+        launchers.slot("a", "active", promotions=(promotion(2), promotion(3, "promote")))
+
+    def retire(verb: str) -> Reply:
+        threading.Timer(0.1, swap).start()
+        return Reply(True)
+
+    launchers.answer("a", retire)
+    got = host.wcache("promote", "e", "--wait", "20")
+    assert (got.status, got.out) == (1, "")
+    assert got.err == (
+        "wcache: e-a has retired, and nobody has taken over: it is active again, and e-b is starting "
+        "(rank 0 has ended)\n"
+    )
+
+
+def test_whoever_retired_already_has_to_stay_away_as_well():
+    def seen(role: Role, *promotions: Promotion) -> EngineView:
+        said = SlotStatus("e", "a", role, 0.0, Process(1, 1), promotions=promotions)
+        slots = (SlotView("a", role, said, ""), SlotView("b", "standby", None, ""))
+        return EngineView("e", "", "", 0, False, "", slots)
+
+    before = seen("retiring", promotion(1))
+    assert engines_verbs._promoted(before, seen("active", promotion(1))) is None
+    with pytest.raises(NotReady, match="e-a has retired, and nobody has taken over"):
+        engines_verbs._promoted(before, seen("active", promotion(1), promotion(2)))
 
 
 def test_promote_is_refused_with_the_launchers_sentence(host, launchers):
