@@ -4,8 +4,8 @@
 
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: help env env-systemd demo test test-engines test-engines-too test-fast test-systemd test-systemd-252 \
-	test-systemd-257 test-systemd-sglang test-with-sglang lint bench stage python clean
+.PHONY: help env env-systemd demo test test-units test-units-too test-engines test-engines-too test-fast test-systemd \
+	test-systemd-252 test-systemd-257 test-systemd-sglang test-with-sglang lint bench stage python clean
 
 ENVS ?= $(or $(WEIGHTCACHE_ENVS),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/weightcache-dev)
 export WEIGHTCACHE_ENVS := $(ENVS)
@@ -32,10 +32,19 @@ demo: env
 	@$(PYTHON) -m tests.demo
 
 test: lint
-	$(PYTEST) tests/unit tests/gpu
+	@$(MAKE) --no-print-directory -j2 --output-sync=target test-units test-units-too
 	@$(MAKE) --no-print-directory env-package
 	@$(MAKE) --no-print-directory -j3 --output-sync=target test-systemd-252 test-systemd-257 test-with-sglang
 	@$(MAKE) --no-print-directory -j2 --output-sync=target test-engines test-engines-too
+
+# Most unit tests wait for something: two halves of about the same length share two cores well.
+FIRST_UNITS := tests/unit/server tests/unit/launch
+
+test-units:
+	$(PYTEST) $(FIRST_UNITS)
+
+test-units-too:
+	$(PYTEST) tests/unit tests/gpu $(FIRST_UNITS:%=--ignore=%)
 
 # Most of an engine's start is one thread's work: two halves of about the same length share two cores well.
 SECOND_HALF := 0.5.17 or test_ranks or test_failures or test_parity or test_slot or test_take_over
