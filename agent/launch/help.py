@@ -37,7 +37,8 @@ as its supervisor: signals and the exit status are passed through, one line a ra
                                 warmup: no warm-up requests when the same start succeeded before
                                 workers: (restart mode) the next engine's processes have imported SGLang already
   --wcache-runtime-dir DIR      where the agents' sockets are (else the configuration's, else $WEIGHTCACHE_RUNTIME_DIR,
-                                else /run/weightcache, else below $XDG_RUNTIME_DIR)
+                                else /run/weightcache, else below $XDG_RUNTIME_DIR); below DIR/engines, a slot's
+                                files, too (as for `wcache engines`, whatever the configuration says)
   --wcache-config FILE          the configuration (else /etc/weightcache/weightcache.toml where it exists)
   --wcache-python INTERPRETER   the Python that has SGLang (else this one, else the one of loader.command, else python3)
   --wcache-help                 this text; --help is SGLang's

@@ -93,7 +93,7 @@ def _in_slot(name: SlotName, options: Options) -> int:
     _check_port(config, launch)
     python = interpreter.choose(options.python, config)
     try:
-        with signals.interrupting(), slots.opened(name, engine, launch) as slot:
+        with signals.interrupting(), slots.opened(name, engine, launch, options.runtime_dir) as slot:
             start = partial(plan.started, options, config, launch, python, slot.listener, slot)
             status = restart.supervise(start, None, slot)
     except signals.Interrupted as interrupted:

@@ -14,6 +14,7 @@ from weightcache.launch.notify import Manager
 from weightcache.launch.reports import MAX_SOCKET_PATH
 from weightcache.launch.slot import Slot
 from weightcache.launch.world import START_SECONDS, Limits
+from weightcache.paths import runtime_dir
 from weightcache.sglang_options import why_no_socket
 from weightcache.standby import engine_config, fence
 from weightcache.standby.places import EnginePaths
@@ -24,6 +25,7 @@ HOST = "host"
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from weightcache.launch.arguments import Options
     from weightcache.sglang_options import Given
@@ -52,10 +54,14 @@ def completed(options: Options, name: SlotName) -> tuple[Options, EngineConfig]:
 
 
 @contextmanager
-def opened(name: SlotName, config: EngineConfig, launch: Given) -> Iterator[Slot]:
-    """The slot, as long as this launcher has it. Raises UsageError."""
+def opened(name: SlotName, config: EngineConfig, launch: Given, directory: Path | None = None) -> Iterator[Slot]:
+    """The slot, as long as this launcher has it; its files are below ``directory``, where that is given.
+
+    Raises UsageError.
+    """
     manager = Manager.of(os.environ)
-    paths = EnginePaths.of(name.engine)
+    # As for `wcache engines --runtime-dir`: agents that a configuration puts elsewhere take no engine along.
+    paths = EnginePaths(runtime_dir(directory) / "engines", name.engine)
     paths.prepare()
     _check_paths(paths, name)
     if why := why_no_socket(launch, os.environ):
@@ -111,4 +117,7 @@ def _gpus(launch: Given) -> tuple[str, ...]:
 def _check_paths(paths: EnginePaths, name: SlotName) -> None:
     for path in (paths.control(name.slot), paths.private(name.slot)):
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-            raise UsageError(f"{path} is too long for a socket: choose a shorter directory as $WEIGHTCACHE_RUNTIME_DIR")
+            raise UsageError(
+                f"{path} is too long for a socket: choose a shorter directory by --wcache-runtime-dir or "
+                "$WEIGHTCACHE_RUNTIME_DIR"
+            )

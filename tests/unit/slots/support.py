@@ -52,6 +52,8 @@ class Slots:
     name: str = NAME
     priority: int = 0
     more: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    """Of the launcher."""
 
     def __post_init__(self) -> None:
         self.paths = EnginePaths(self.runtime / "engines", self.name)
@@ -98,7 +100,7 @@ class Slots:
         shell = ["bash", "-c", f'{hand}exec "$@"', "bash"]
         with (self.folder / f"log-{slot}").open("a") as log:
             return subprocess.Popen(
-                [*shell, sys.executable, "-c", CODE, "--wcache-slot", f"{self.name}-{slot}"],
+                [*shell, sys.executable, "-c", CODE, "--wcache-slot", f"{self.name}-{slot}", *self.options],
                 env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, cwd=self.folder, pass_fds=[fd],
             )  # fmt: skip
 

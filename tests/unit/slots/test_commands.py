@@ -13,7 +13,9 @@ import pytest
 
 from tests.unit.launch.support import alive, eventually
 from tests.unit.slots.support import NAME, OTHER, Slots, clients, request
+from weightcache.cli.main import main
 from weightcache.errors import AgentUnavailable
+from weightcache.standby.places import EnginePaths
 
 
 def test_promote_hands_over_without_a_failed_request(slots: Slots) -> None:
@@ -179,6 +181,24 @@ def refused(slots: Slots, handed: bool = True) -> str:
     process = slots.launcher("a", handed)
     assert process.wait(20) != 0
     return slots.log("a")
+
+
+def test_an_option_says_where_the_files_are_as_for_who_looks(
+    slots: Slots, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = runtime_dir / "asked"
+    slots.options = ("--wcache-runtime-dir", str(asked))
+    slots.paths = EnginePaths(asked / "engines", NAME)
+    slots.start("a", "b")
+    active = slots.stand()
+    monkeypatch.setenv("WEIGHTCACHE_ENGINES_DIR", str(slots.folder / "engines"))
+    monkeypatch.setenv("WEIGHTCACHE_RUNTIME_DIR", str(slots.runtime))
+    assert main(["promote", NAME, "--runtime-dir", str(asked)]) == 0
+    assert capsys.readouterr().out.startswith(f"{NAME}-{OTHER[active]} is active after ")
+    slots.stand()
+    assert main(["engines", "--runtime-dir", str(asked)]) == 0
+    assert not (slots.runtime / "engines").exists()
+    slots.check_never_two()
 
 
 def test_a_slot_has_one_launcher(slots: Slots) -> None:
