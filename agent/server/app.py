@@ -77,6 +77,8 @@ class Agent:
         self.measures = Measures()
         self.refusals = Refusals()
         self.observers: list[Callable[[], None]] = []
+        self.need: Callable[[float], None] = lambda _: None
+        """Tells whoever waits for the end of this start that it goes on for up to so many seconds from now."""
         self.verifying = asyncio.Lock()
         self.leaving: WeightcacheError | None = None
         """Why nothing is given out or loaded any more: the agent is about to end."""

@@ -27,7 +27,7 @@ log = logging.getLogger("weightcache")
 
 BEAT_SECONDS = 1.0
 EXTENSION_SECONDS = 120.0
-"""What a sign of life buys while starting, beyond the agent's own limit for a loader that shows none."""
+"""What a sign of life buys while starting, beyond the agent's own limit for a check, or for a loader that shows none."""
 
 ACTIVATION_SECONDS = 2.0
 """How long a client whose connection started the agent may take to say what it wants."""
@@ -44,6 +44,7 @@ class Readiness:
         self._dog: asyncio.TimerHandle | None = None
         self.up = asyncio.Event()
         agent.observers.append(self._changed)
+        agent.need = self._need
 
     async def rise(self, prepared: Awaitable[None], load: bool, activated: bool) -> None:
         """Wait until the rank is up and say so. Raises what made its first load impossible.
@@ -87,11 +88,15 @@ class Readiness:
         while not production.ended.is_set():
             if production.alive_at != seen:
                 seen = production.alive_at
-                self._manager.extend(EXTENSION_SECONDS + self._agent.settings.config.loader.stall_seconds)
+                self._need(self._agent.settings.config.loader.stall_seconds)
             self._report()
             await first(production.ended, seconds=BEAT_SECONDS)
         if production.error and not len(self._agent.sets):
             raise from_code(production.error.code, production.error.message)
+
+    def _need(self, seconds: float) -> None:
+        if not self.up.is_set():
+            self._manager.extend(EXTENSION_SECONDS + seconds)
 
     # -- STATUS --------------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("weightcache")
 
 LONGEST_CHECK_SECONDS = 300.0
-"""Well below the units' TimeoutStartSec=: with "before-ready", READY waits for a check."""
+"""With "before-ready", READY waits for the checks of all sets, one after the other: the manager is told of each."""
 
 ARMED = "armed"
 """The code of the line with which a check says that all is prepared, and that it touches the set from now on."""
@@ -107,6 +107,7 @@ def heal(agent: Agent, resident: ResidentSet) -> None:
 async def check(agent: Agent, resident: ResidentSet) -> None:
     """Check one set. Raises DamagedSet (the rank is degraded from then on), or what kept the check from an answer."""
     started = time.monotonic()
+    agent.need(LONGEST_CHECK_SECONDS)
     try:
         await _check(agent, resident)
     except WeightcacheError as error:

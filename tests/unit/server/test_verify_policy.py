@@ -14,6 +14,8 @@ from tests.unit.server.kept import Kept, Managed, Supervised
 from weightcache import protocol
 from weightcache.errors import Degraded, Empty
 from weightcache.protocol import SetStatus
+from weightcache.server.readiness import EXTENSION_SECONDS
+from weightcache.server.verify import LONGEST_CHECK_SECONDS
 
 GOOD = [test_loader.arena_bytes(0, number, size) for number, size in enumerate(test_loader.ARENAS)]
 
@@ -66,6 +68,27 @@ def test_before_ready(managed: Managed) -> None:
     managed.await_ready()
     assert verified(managed) == 1
     assert managed.loads() == 1
+
+
+def test_before_ready_the_manager_is_told_of_each_check(managed: Managed) -> None:
+    """A start may take as long as one check; each one gets its time from when it begins."""
+    managed.configure(WITH_DRAFT)
+    managed.start("--load")
+    managed.await_ready()
+    managed.stop(signal.SIGKILL)
+    managed.configure(WITH_DRAFT, policy={"verify_adopted": "before-ready"})
+    managed.gate("checking")
+    managed.start("--load")
+    managed.reached("checking")
+    more = f"EXTEND_TIMEOUT_USEC={int((LONGEST_CHECK_SECONDS + EXTENSION_SECONDS) * 1e6)}"
+    assert [m for m in managed.manager.messages if m.startswith("EXTEND")] == [more]
+    managed.open("checking")
+    managed.await_ready()
+    assert verified(managed) == 2
+    told = [m for m in managed.manager.messages if m.startswith(("EXTEND", "READY"))]
+    assert told == [more, more, "READY=1"]
+    managed.ask(protocol.Verify(), protocol.Verified)
+    assert [m for m in managed.manager.messages if m.startswith(("EXTEND", "READY"))] == told  # the start is over
 
 
 @pytest.mark.parametrize("policy", ["background", "before-ready"])
