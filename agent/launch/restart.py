@@ -16,7 +16,7 @@ from weightcache.launch import child, processes, proof, session, supervisor
 from weightcache.launch.console import say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from weightcache.launch.slot import Slot
@@ -104,22 +104,50 @@ class _Life:
     """Whether the same arguments will never do."""
 
 
+class _Missing(Exception):
+    """The interpreter cannot be executed, and could be before: its environment is being made anew, perhaps."""
+
+
+class _Starter:
+    """See child.Starter. That there is nothing to start is a mistake of the operator's only if nothing ever was."""
+
+    def __init__(self, start: child.Starter) -> None:
+        self._start = start
+        self._did = False
+
+    def __call__(
+        self, command: Sequence[str], environment: Mapping[str, str], setup: Callable[[], None]
+    ) -> child.Child:
+        try:
+            made = self._start(command, environment, setup)
+        except UsageError as error:
+            if not self._did:
+                raise
+            raise _Missing(error.message) from None
+        self._did = True
+        return made
+
+
 def _supervise(start: Start, pool: Pool | None, slot: Slot | None) -> int:
-    restarts = deaths = 0
+    starter = _Starter(pool.start if pool else child.fresh)
+    restarts = deaths = missing = 0
     while True:
         try:
-            life = _live(start, pool)
+            life, missing = _live(start, pool, starter), 0
+        except _Missing as error:  # nobody knows how long that takes, and it says nothing about engines
+            life, missing = _Life(UsageError.exit_status, f"cannot be started: {error}"), missing + 1
         except WeightcacheError as error:
             # The service manager starts a slot's launcher again at once: the pauses have to be here.
             at_once = slot is None and not restarts
             if at_once or isinstance(error, UsageError | ConfigError) or deaths + 1 >= MOST_DEATHS:
                 raise
-            life = _Life(error.exit_status, f"cannot be started: {error.message}")
+            life, missing = _Life(error.exit_status, f"cannot be started: {error.message}"), 0
         if life.interrupted:
             return life.status
         if slot is not None:
             slot.over(life.text)
-        deaths = 0 if life.served else deaths + 1
+        if not missing:
+            deaths = 0 if life.served else deaths + 1
         if life.hopeless:
             say(f"the engine {life.text}: its options cannot work, so it is not started again")
             return life.status
@@ -127,17 +155,22 @@ def _supervise(start: Start, pool: Pool | None, slot: Slot | None) -> int:
             say(f"the engine {life.text}, {deaths} times in a row before it served: giving up")
             return life.status
         restarts += 1
-        pause = min(FIRST_PAUSE * 2 ** (deaths - 1), LAST_PAUSE) if deaths else 0.0
+        pause = _pause(missing or deaths)
         when = f" in {pause:.0f} s" if pause else ""
         say(f"the engine {life.text}: starting it again{when} ({counted(restarts)} so far)")
         (slot.pause if slot else time.sleep)(pause)  # a signal ends the launcher here, as it does any program
 
 
-def _live(start: Start, pool: Pool | None) -> _Life:
+def _pause(times: int) -> float:
+    """Seconds, after so many failures in a row."""
+    return min(FIRST_PAUSE * 2 ** min(times - 1, 10), LAST_PAUSE) if times else 0.0
+
+
+def _live(start: Start, pool: Pool | None, starter: child.Starter) -> _Life:
     began = time.monotonic()
     with start() as launch:
         attendant = Attendant(launch.port, pool, processes.Strays())
-        served = session.serve(launch, pool.start if pool else child.fresh, attendant)
+        served = session.serve(launch, starter, attendant)
     # Listening is not enough: it comes before the server's own warm-up, and with a held port before everything else.
     listened = attendant.listened_for(SERVED_SECONDS)
     did_serve = served.serving or (launch.slot.stood if launch.slot is not None else listened)

@@ -93,6 +93,50 @@ def test_options_that_cannot_work_are_not_tried_again(launcher, restarting, agen
     assert lines[-1].endswith("its options cannot work, so it is not started again")
 
 
+def test_an_interpreter_that_is_not_there_for_a_while_is_waited_for(launcher, restarting, agent):
+    """As while its environment is made anew. It counts for no death, however often it is looked for."""
+    agent()
+    python = launcher.directory / "python"
+    python.symlink_to(sys.executable)
+    launcher.script(*GOOD, ["mark", "up"], ["wait", "go"], ["exit", 5])
+    process = restarting("--wcache-python", str(python))
+    launcher.wait_for("up")
+    python.unlink()
+    (launcher.directory / "up").unlink()
+    (launcher.directory / "go").touch()
+    assert process.stderr is not None
+    missing: list[str] = []
+    while len(missing) <= restart.MOST_DEATHS:
+        line = process.stderr.readline()
+        assert line, "the launcher ended"
+        if "cannot be started" in line:
+            missing.append(line)
+    assert f"the engine cannot be started: {python} cannot be started (No such file or directory)" in missing[0]
+    (launcher.directory / "go").unlink()
+    python.write_text("a script that nobody may execute yet")
+    while "Permission denied" not in line:
+        line = process.stderr.readline()
+        assert line, "the launcher ended"
+    python.unlink()
+    python.symlink_to(sys.executable)
+    launcher.wait_for("up")
+    process.terminate()
+    assert finished(process)[0] == -signal.SIGTERM
+
+
+def test_an_interpreter_that_never_was_there_is_a_mistake(launcher, restarting, agent):
+    agent()
+    status, lines = finished(restarting("--wcache-python", str(launcher.directory / "none")))
+    assert status == 2
+    assert "none cannot be started (No such file or directory)" in "".join(lines)
+    assert "starting it again" not in "".join(lines)
+
+
+@pytest.mark.parametrize(("times", "seconds"), [(0, 0), (1, 1), (2, 2), (5, 16), (6, 30), (5000, 30)])
+def test_pauses_grow_up_to_a_limit(times, seconds):
+    assert restart._pause(times) == seconds
+
+
 def test_who_served_may_die_as_often_as_it_likes(launcher, restarting, agent):
     agent()
     port = free_port()

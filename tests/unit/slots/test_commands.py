@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.unit.launch.support import alive, eventually
 from tests.unit.slots.support import NAME, OTHER, Slots, clients, request
 from weightcache.cli.main import main
 from weightcache.errors import AgentUnavailable
+from weightcache.launch.restart import MOST_DEATHS
 from weightcache.standby.places import EnginePaths
 
 
@@ -149,6 +151,24 @@ def test_a_first_start_without_weights_is_tried_again_with_pauses(slots: Slots) 
     slots.start("a")
     assert eventually(lambda: "starting it again in 30 s" in slots.log("a"), 20), slots.log("a")
     assert "the engine cannot be started: no agent" in slots.log("a")
+    assert slots.launchers["a"].poll() is None
+
+
+def test_an_interpreter_that_is_not_there_for_a_while_ends_no_launcher(slots: Slots) -> None:
+    """The service manager starts no launcher again that says that its options cannot work."""
+    python = slots.folder / "python"
+    python.symlink_to(sys.executable)
+    file = slots.folder / "engines" / "demo.toml"
+    file.write_text(file.read_text().replace("[engine]\n", f"[engine]\npython = '{python}'\n"))
+    slots.start("a")
+    slots.until("a", "active")
+    python.unlink()
+    slots.kill("a", "main")
+    missing = f"the engine cannot be started: {python} cannot be started (No such file or directory)"
+    assert eventually(lambda: slots.log("a").count(missing) > MOST_DEATHS, 20), slots.log("a")
+    assert slots.ask("a", "report").ok
+    python.symlink_to(sys.executable)
+    slots.until("a", "active")
     assert slots.launchers["a"].poll() is None
 
 
