@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from weightcache.server.app import Agent
     from weightcache.server.connection import Connection
 
+log = logging.getLogger("weightcache")
+
 LAST_WORDS_SECONDS = 0.2
+
+AGAIN_SECONDS = 1.0
+"""How long until a process that could not be watched, for want of a descriptor, is looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +67,9 @@ def grant(peer: peers.Peer, set_id: str, role: str) -> Lease:
 async def hold(agent: Agent, connection: Connection, lease: Lease) -> None:
     """Keep a lease while its engine lives; then end it, and have its death looked into."""
     try:
-        pidfd = peers.open_pidfd(connection.channel.sock, connection.peer)
+        words, pidfd = await _until_gone(connection)
     except ProcessLookupError:
-        agent.end_lease(lease)
         return
-    try:
-        words = await _until_gone(connection, pidfd)
-    except BaseException:
-        if pidfd is not None:
-            os.close(pidfd)
-        raise
     finally:
         agent.end_lease(lease)
     # Beside everything else: the connection is over, and its place is for the next one.
@@ -88,30 +87,57 @@ async def _judge(agent: Agent, lease: Lease, words: str, pidfd: int | None) -> N
 async def until_gone(connection: Connection) -> str:
     """Wait until the connection or the process at its other end is gone; what it said of its end, mostly nothing."""
     try:
-        pidfd = peers.open_pidfd(connection.channel.sock, connection.peer)
+        words, pidfd = await _until_gone(connection)
     except ProcessLookupError:
         return ""
-    try:
-        return await _until_gone(connection, pidfd)
-    finally:
-        if pidfd is not None:
-            os.close(pidfd)
+    if pidfd is not None:
+        os.close(pidfd)
+    return words
 
 
-async def _until_gone(connection: Connection, pidfd: int | None) -> str:
-    """What the peer said of its end, mostly nothing."""
+async def _until_gone(connection: Connection) -> tuple[str, int | None]:
+    """What the peer said of its end, mostly nothing, and its pidfd (the caller's).
+
+    Raises ProcessLookupError where it was gone before it could be watched.
+    """
     last = asyncio.ensure_future(_last_words(connection))
+    pidfd = None
     try:
+        pidfd = await _watched(connection, last)
         with _readable(pidfd) as ended:
             either: set[asyncio.Future[Any]] = {last, ended}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not last.done():  # what it said before it died is still to be read
             await asyncio.wait({last}, timeout=LAST_WORDS_SECONDS)
-        return last.result() if last.done() else ""
+        return last.result() if last.done() else "", pidfd
+    except BaseException:
+        if pidfd is not None:
+            os.close(pidfd)
+        raise
     finally:
         last.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await last
+
+
+async def _watched(connection: Connection, last: asyncio.Future[str]) -> int | None:
+    """The peer's pidfd (the caller's), as soon as there is one; None if there is none, or ``last`` is done before.
+
+    Raises ProcessLookupError if it is gone.
+    """
+    complained = False
+    while True:
+        try:
+            return peers.open_pidfd(connection.channel.sock, connection.peer)
+        except ProcessLookupError:
+            raise
+        except OSError as error:
+            if not complained:
+                log.warning("%s is watched by its connection alone as yet: %s", connection.peer, error.strerror)
+            complained = True
+        await asyncio.wait({last}, timeout=AGAIN_SECONDS)
+        if last.done():
+            return None
 
 
 async def _last_words(connection: Connection) -> str:

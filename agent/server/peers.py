@@ -15,6 +15,9 @@ from weightcache import commands, transport
 _SO_PEERPIDFD = 77
 _COMMAND_LENGTH = 200
 _NO_SUCH_OPTION = (errno.ENOPROTOOPT, errno.EOPNOTSUPP)
+# ENODATA: there never was one that could be named. EINVAL is what most kernels say of a process that was reaped.
+_GONE = (errno.ESRCH, errno.ENODATA, errno.EINVAL)
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +38,20 @@ def identify(sock: socket.socket) -> Peer:
 
 
 def open_pidfd(sock: socket.socket, peer: Peer) -> int | None:
-    """A pidfd of the peer (the caller's), or None where it cannot be had. Raises ProcessLookupError if it is gone."""
+    """A pidfd of the peer (the caller's), or None where it cannot be had.
+
+    Raises ProcessLookupError if the peer is gone, and any other OSError where that is not known yet: no descriptor is
+    left for instance.
+    """
     if peer.pid <= 0:
         return None
     try:
         fd: int = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0]
     except OSError as error:
-        if error.errno not in _NO_SUCH_OPTION:
+        if error.errno in _GONE:
             raise ProcessLookupError(errno.ESRCH, "the peer is gone") from None
+        if error.errno not in _NO_SUCH_OPTION:
+            raise
     else:
         os.set_inheritable(fd, False)
         return fd
@@ -53,9 +62,9 @@ def _open_by_number(sock: socket.socket, pid: int) -> int | None:
     # Before Linux 6.5 the number may have been reused by now; a connection that is still open says that it was not.
     try:
         fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.ESRCH, *_NO_ROOM):
+            raise
         return None
     if _at_end(sock):
         os.close(fd)

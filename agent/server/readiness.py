@@ -27,7 +27,7 @@ log = logging.getLogger("weightcache")
 
 BEAT_SECONDS = 1.0
 EXTENSION_SECONDS = 120.0
-"""What a sign of life buys while starting, beyond the agent's own limit for a check, or for a loader that shows none."""
+"""What a sign of life buys while starting, beyond the agent's limit for a check, or for a loader that shows none."""
 
 ACTIVATION_SECONDS = 2.0
 """How long a client whose connection started the agent may take to say what it wants."""

@@ -199,6 +199,24 @@ def test_accepting_pauses_when_descriptors_run_out(agent: Agent) -> None:
     assert agent.fds() == before
 
 
+def test_without_a_descriptor_for_it_an_engine_keeps_its_lease(agent: Agent) -> None:
+    agent.start("--load")
+    agent.await_state("ready")
+    agent.fds()
+    _, most = resource.prlimit(agent.pid, resource.RLIMIT_NOFILE)
+    used = {int(path.name) for path in Path(f"/proc/{agent.pid}/fd").iterdir()}
+    free = next(number for number in range(most) if number not in used)
+    resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (free + 1, most))  # the connection, and nothing more
+    with agent.attach() as engine:
+        eventually(lambda: "is watched by its connection alone" in agent.text())
+        resource.prlimit(agent.pid, resource.RLIMIT_NOFILE, (most, most))
+        assert [lease.lease for lease in agent.status().sets[0].leases] == [engine.message.lease]
+        pidfds = Path(f"/proc/{agent.pid}/fd")
+        eventually(lambda: any("pidfd" in str(path.readlink()) for path in pidfds.iterdir()), what="not looked again")
+        assert [lease.lease for lease in agent.status().sets[0].leases] == [engine.message.lease]
+    eventually(lambda: not agent.status().sets[0].leases)
+
+
 def cpu_ticks(pid: int) -> int:
     return sum(int(n) for n in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pwd
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -159,6 +160,37 @@ def test_a_pidfd_of_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         theirs.close()
         with pytest.raises(ProcessLookupError):
             peers.open_pidfd(ours, peer)
+
+
+class _Failing:
+    """A socket whose peer cannot be had as a descriptor."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def getsockopt(self, *_: int) -> bytes:
+        raise OSError(self._number, os.strerror(self._number))
+
+
+@pytest.mark.parametrize(
+    ("number", "gone"),
+    [("ESRCH", True), ("ENODATA", True), ("EINVAL", True), ("EMFILE", False), ("ENFILE", False), ("ENOMEM", False)],
+)
+def test_a_peer_is_gone_only_if_the_kernel_says_so(monkeypatch: pytest.MonkeyPatch, number: str, gone: bool) -> None:
+    code = getattr(errno, number)
+    with pytest.raises(OSError, match=r".") as caught:
+        peers.open_pidfd(cast("socket.socket", _Failing(code)), Peer(os.getpid(), 0, 0))
+    assert (type(caught.value) is ProcessLookupError, caught.value.errno) == (gone, errno.ESRCH if gone else code)
+    if number in ("EINVAL", "ENODATA"):
+        return
+
+    def fail(_: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    with pytest.raises(OSError, match=r".") as caught:
+        peers.open_pidfd(cast("socket.socket", _Failing(errno.ENOPROTOOPT)), Peer(os.getpid(), 0, 0))
+    assert (type(caught.value) is ProcessLookupError, caught.value.errno) == (gone, code)
 
 
 def test_markers_survive_anything(tmp_path: Path) -> None:
