@@ -42,6 +42,7 @@ SETUP = """\
 Write the drop-ins of one engine's units, from its file: where its socket listens, and that both slots share it. Then
 print the commands that start the engine. Run it again after listen or drain_seconds were changed."""
 
+MEASURED = "what is free when the first engine starts, less the reserve"
 HEADER = ("ENGINE", "SLOT", "ROLE", "FOR", "PID", "PRIORITY", "MEMORY", "TOOK", "WHY", "LISTEN", "MODEL")
 RIGHT = ("FOR", "PID", "PRIORITY", "MEMORY", "TOOK")
 COLOURS = {"active": "green", "standby": "green", "down": "red", "parked": "yellow", "retiring": "yellow"}
@@ -133,8 +134,11 @@ def _check(options: argparse.Namespace) -> int:
         "priority": str(engine.priority),
         "without": ", ".join(engine.without) or "-",
         "mismatch": engine.on_mismatch,
+        "KV memory": f"{standby.kv_gigabytes:g} GiB of each GPU" if standby.kv_gigabytes else MEASURED,
+        "unproven": "kinds of KV memory that no run on a GPU has shown are taken, too" if standby.unproven else "no",
         "reserve": f"{standby.reserve_gigabytes:g} GiB of each GPU are left to the standby",
-        "limits": f"hang {standby.hang_seconds:g} s, drain {standby.drain_seconds:g} s, own {standby.own_seconds:g} s",
+        "limits": f"wait {engine.wait_seconds:g} s, hang {standby.hang_seconds:g} s, "
+        f"drain {standby.drain_seconds:g} s, own {standby.own_seconds:g} s",
     }
     width = max(map(len, facts)) + 2
     print("\n".join(f"{name:<{width}}{escape(value)}" for name, value in facts.items()))

@@ -43,8 +43,9 @@ as its supervisor: signals and the exit status are passed through, one line a ra
   --wcache-python INTERPRETER   the Python that has SGLang (else this one, else the one of loader.command, else python3)
   --wcache-help                 this text; --help is SGLang's
 
-Exit status: the server's own, 128 + N after signal N; 2 usage, 1 refused (mismatch), 69 no agent or no proof that the
-weights came as asked, 75 still loading, 78 configuration.
+Exit status: the server's own, 128 + N after signal N; 1 refused (mismatch), nothing to attach to, a load that failed or
+too little room; 2 usage, 66 checkpoint, 69 no agent or no proof that the weights came as asked, 70 another error of the
+launcher, 75 still loading, 76 an agent of another version, or an answer that is none, 77 permission, 78 configuration.
 
 Examples:
   wcache-launch --model-path /models/llama --tp-size 4 --port 30000

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -206,6 +207,17 @@ def test_check_says_what_would_run_and_no_secret(host, files):
     assert "hidden" not in got.out
     assert "127.0.0.1:30000, by weightcache-http@e.socket" in got.out
     assert "--model-path /models/m --port 30000 --api-key *** --host 127.0.0.1" in got.out
+    facts = dict(re.split("  +", line, maxsplit=1) for line in got.out.splitlines())
+    assert facts["KV memory"] == "what is free when the first engine starts, less the reserve"
+    assert facts["unproven"] == "no"
+    assert facts["limits"] == "wait 600 s, hang 60 s, drain 30 s, own 60 s"
+    numbers = "[standby]\nkv_gigabytes = 40.5\nunproven = true\nown_seconds = 7\n"
+    (files / "e.toml").write_text(f"{FILE}wait_seconds = 90\n{numbers}")
+    got = host.wcache("engines", "check", "e")
+    facts = dict(re.split("  +", line, maxsplit=1) for line in got.out.splitlines())
+    assert facts["KV memory"] == "40.5 GiB of each GPU"
+    assert facts["unproven"] == "kinds of KV memory that no run on a GPU has shown are taken, too"
+    assert facts["limits"] == "wait 90 s, hang 60 s, drain 30 s, own 7 s"
     (files / "e.toml").write_text(FILE + "lisen = 1\n")
     got = host.wcache("engines", "check", "e")
     assert got.status == 78

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import given, strategies as st
 
 from tests.unit.launch.support import ATTACHED
-from weightcache import records
+from weightcache import errors, records
 from weightcache.engine.directive import Decision
 from weightcache.fingerprint import Difference
 from weightcache.launch import decisions
 from weightcache.launch.console import clean, elided, table
+from weightcache.launch.help import HELP
 
 
 def test_the_line_of_an_attached_rank():
@@ -32,6 +35,12 @@ def test_other_outcomes_say_why():
     assert line(outcome="explained", set_id="ab") == "rank 3: would attach set ab"
     assert line(outcome="explained", code="mismatch", message="m") == "rank 3: would not attach: m"
     assert line(outcome="disk", role="draft-0").startswith("rank 3 draft-0: ")
+
+
+def test_the_help_names_every_exit_status_that_an_error_gives():
+    told = HELP[HELP.index("Exit status:") : HELP.index("Examples:")]
+    assert {error.exit_status for error in errors.tree()} <= set(map(int, re.findall(r"\b\d+\b", told)))
+    assert max(map(len, HELP.splitlines())) <= 120
 
 
 def test_a_table_is_aligned_and_harmless():
