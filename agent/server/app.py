@@ -71,7 +71,6 @@ class Agent:
         self.backoff = Backoff()
         self.drained: DrainInfo | None = None
         self.started = time.monotonic()
-        self.born = time.time()
         self.changes = Changes()
         self.history = History()
         self.measures = Measures()
@@ -99,7 +98,7 @@ class Agent:
     @property
     def settling(self) -> float:
         """Seconds until everybody who uses an adopted set has renewed its lease; 0 where nothing was adopted."""
-        adopted = any(resident.published_at < self.born for resident in self.sets)
+        adopted = any(resident.adopted for resident in self.sets)
         return max(self.started + SETTLE_SECONDS - time.monotonic(), 0.0) if adopted else 0.0
 
     @property
@@ -219,6 +218,7 @@ class Agent:
         known = markers.read(self.settings.paths.damage_marker, Damage, Damage({})) or Damage({})
         for complete in sets:
             made = self.sets.add(complete)
+            made.adopted = True
             if reason := known.reasons.get(made.id):
                 made.damage = reason
             elif self.settings.config.policy.verify_adopted == "before-ready" and self.settings.config.loader.command:

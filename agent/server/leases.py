@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from weightcache.errors import ProtocolError
@@ -36,11 +36,12 @@ AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One attached engine and the set it uses."""
+    """One attached engine and the set it uses. ``began``: time.monotonic(), for ``status`` has a clock that is set."""
 
     set_id: str
     role: str
     status: LeaseStatus
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def id(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -79,8 +80,10 @@ class ResidentSet:
         """Why it is being examined, once for each examination that is not over; nobody gets it meanwhile."""
         self.deaths = 0
         """Engines in a row that died soon after they attached."""
-        self.suspected_at = 0.0
-        """When the last of them died (seconds since the epoch)."""
+        self.suspected_at = -math.inf
+        """When the last of them died (time.monotonic())."""
+        self.adopted = False
+        """Whether an earlier agent left it."""
         self._lent = 0
         self._returned = asyncio.Event()
         self._returned.set()

@@ -48,20 +48,20 @@ async def judge(agent: Agent, lease: Lease, words: str, pidfd: int | None) -> No
     resident = agent.sets.get(lease.set_id)
     if resident is None or agent.leaving:
         return
-    if time.time() - lease.status.since > SOON_SECONDS:
+    if time.monotonic() - lease.began > SOON_SECONDS:
         resident.deaths = 0
         return
     if not words and pidfd is not None and (number := await _fatal_signal(pidfd)):
         words = f"ended with {signal.Signals(number).name}"
     if not words:
-        if lease.status.since + REAPED_SECONDS < time.time():
+        if time.monotonic() - lease.began > REAPED_SECONDS:
             resident.deaths = 0
         return
     # Engines that shared the set when an earlier one died may have died of the same event.
-    if lease.status.since > resident.suspected_at:
+    if lease.began > resident.suspected_at:
         resident.deaths += 1
-    resident.suspected_at = time.time()
-    reason = f"pid {lease.status.pid}, attached for {time.time() - lease.status.since:.0f} s, {words}"
+    resident.suspected_at = time.monotonic()
+    reason = f"pid {lease.status.pid}, attached for {time.monotonic() - lease.began:.0f} s, {words}"
     log.warning("set %s is suspect: %s", resident.id, reason, extra=event("suspected", set=resident.id, reason=reason))
     agent.spawn(_examine(agent, resident, reason), optional=True)
 

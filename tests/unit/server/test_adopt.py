@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -14,10 +15,13 @@ from tests.unit.server import made
 from tests.unit.server.made import commit, entries, names, record_text
 from weightcache import manifest
 from weightcache.memory import memfd
+from weightcache.paths import RankPaths
 from weightcache.server import adopt
 from weightcache.server.adopt import Adoption
-from weightcache.server.app import RECORD_SCHEMA
+from weightcache.server.app import RECORD_SCHEMA, SETTLE_SECONDS, Agent
+from weightcache.server.keeper import ProcessOnly
 from weightcache.server.sets import Complete
+from weightcache.server.settings import Settings
 from weightcache.transport import close_all
 
 Entries = list[tuple[str, int]]
@@ -91,6 +95,21 @@ def test_exactly_the_complete_sets_of_commits_that_are_not_torn(
     assert times == sorted(times)
     known = {s.record.id: s.record for sets in commits for s in sets}
     assert all(adopted.complete.record == known[adopted.complete.record.id] for adopted in found.sets)
+
+
+@pytest.mark.parametrize("at", [1.0, 1e11])
+def test_who_uses_adopted_sets_is_waited_for_whatever_the_clock_says(tmp_path: Path, at: float) -> None:
+    paths = RankPaths(tmp_path, 0)
+    agent = Agent(Settings(0, paths, paths.public), ProcessOnly())
+    assert agent.settling == 0
+    sets = commit(1, at=at)
+    try:
+        agent.adopt(sets)
+        assert 0 < agent.settling <= SETTLE_SECONDS
+        agent.started -= SETTLE_SECONDS
+        assert agent.settling == 0
+    finally:
+        made.close(*sets)
 
 
 def test_names_are_short(everything: Entries) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from tests.support.test_loader import fingerprint
 from tests.unit.server.harness import Agent, eventually
+from tests.unit.server.kept import Kept
 from weightcache import protocol
 from weightcache.errors import DamagedSet, Degraded, StillLoading
 from weightcache.protocol import Attached
@@ -93,6 +95,28 @@ def test_a_device_fault_that_the_engine_reports(ready: Agent) -> None:
         eventually(lambda: "uncorrectable ECC error" in ready.text())
     eventually(lambda: " verified: " in ready.text())
     ready.attach().close()
+
+
+@pytest.mark.parametrize("step", [-7200, 7200])
+def test_a_clock_that_is_set_drops_no_suspicion(kept: Kept, step: int) -> None:
+    """Neither the first death nor that the second one came after it."""
+    offset, following = kept.folder / "offset", kept.folder / "following"
+    offset.write_text("0")
+    kept.patch = f"import time; real = time.time; time.time = lambda: real() + int(open({str(offset)!r}).read())"
+    kept.start("--load")
+    since = kept.await_state("ready").sets[0].published_at
+    for count in (1, 2):
+        with kept.attach() as held:
+            following.write_text(str(count * step))
+            following.rename(offset)
+            held.conversation.send(protocol.Faulted("CUDA error: unspecified launch failure"))
+            eventually(lambda count=count: kept.text().count(" is suspect: pid") == count)
+            eventually(lambda count=count: kept.text().count(" verified: ") == count)
+    assert len(re.findall(r" is suspect: pid \d+, attached for \d s, CUDA error", kept.text())) == 2
+    eventually(lambda: kept.status().state == "degraded")
+    kept.ask(protocol.Evict(None))
+    kept.load()
+    assert abs(kept.status().sets[0].published_at - since - 2 * step) < 600  # the clock was set indeed
 
 
 def test_nobody_gets_a_suspect_set_before_the_verdict(agent: Agent) -> None:
