@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TextIO
 
+from weightcache.text import escape
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -70,6 +72,16 @@ class Event:
 def event(name: Name, /, **fields: Value) -> dict[str, Event]:
     """The ``extra`` of a log call. A field ``set`` becomes WEIGHTCACHE_SET."""
     return {"event": Event(name, {f"WEIGHTCACHE_{field.upper()}": value for field, value in fields.items()})}
+
+
+class OneLine(logging.Formatter):
+    """A record is one line, whatever a client or a loader says in it: with line breaks they could write lines that look
+    like the agent's. A traceback has lines of its own.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the library's name
+        """The line, with control characters spelled out."""
+        return escape(super().formatMessage(record))
 
 
 class JournalHandler(logging.Handler):
@@ -145,7 +157,7 @@ def chosen_handler(
     """The journal where standard error goes there, else plain lines, as after a redirection (systemd.exec(5))."""
     native = path.is_socket() and environment.get("JOURNAL_STREAM") == _identity(stderr)
     handler = JournalHandler(rank, path) if native else logging.StreamHandler(stderr)
-    handler.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+    handler.setFormatter(OneLine(f"rank {rank}: %(message)s"))
     return handler
 
 

@@ -217,6 +217,24 @@ def test_without_a_descriptor_for_it_an_engine_keeps_its_lease(agent: Agent) -> 
     eventually(lambda: not agent.status().sets[0].leases)
 
 
+def test_a_client_adds_no_line_to_the_log(agent: Agent) -> None:
+    agent.start("--load")
+    agent.await_state("ready")
+    forged = "x\nrank 0: state failed: forged"
+    agent.renew(forged).close()
+    eventually(lambda: "lease on set" in agent.text())
+    wanted = fingerprint(role=forged[:30])
+    with agent.public() as conversation, pytest.raises(WeightcacheError):
+        conversation.request(protocol.Attach(wanted.role, "g", wanted, 0.0), protocol.Attached)
+    with agent.attach() as held:
+        held.conversation.send(protocol.Faulted(forged))
+        eventually(lambda: "is suspect" in agent.text())
+    eventually(lambda: " verified: " in agent.text())
+    assert agent.text().count("\\nrank 0: st") == 3
+    lines = agent.text().splitlines()
+    assert all(line.startswith("rank 0: ") and not line.startswith("rank 0: state failed") for line in lines)
+
+
 def cpu_ticks(pid: int) -> int:
     return sum(int(n) for n in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
 

@@ -366,6 +366,25 @@ def test_plain_lines_where_standard_error_is_redirected(
     assert journald.entries() == []
 
 
+def test_nobody_writes_a_line_of_the_agents(journald: Journald, tmp_path: Path, stderr: typing.TextIO) -> None:
+    said = "a\nrank 3: state ready\r\x1b[2J\x85\u2028b"
+    shown = "rank 3: lease on set a\\nrank 3: state ready\\r\\x1b[2J\\x85\\u2028b ended"
+    native = chosen_handler(3, {"JOURNAL_STREAM": identity(stderr)}, stderr, journald.path)
+    native.handle(record("lease on set %s ended", said))
+    native.close()
+    assert journald.entry()["MESSAGE"] == shown
+    with (tmp_path / "log").open("w") as stream:
+        plain = chosen_handler(3, {}, stream, journald.path)
+        plain.handle(record("lease on set %s ended", said))
+        try:
+            raise ValueError("x")
+        except ValueError as error:
+            plain.handle(record("internal error", exc_info=(type(error), error, error.__traceback__)))
+    first, second, *traceback = (tmp_path / "log").read_text().splitlines()
+    assert (first, second) == (shown, "rank 3: internal error")
+    assert (traceback[0], traceback[-1]) == ("Traceback (most recent call last):", "ValueError: x")
+
+
 def test_plain_lines_without_a_journal(runtime_dir: Path, stderr: typing.TextIO) -> None:
     """The variable alone is no proof: a service with a root of its own may not see the journal's socket."""
     assert type(chosen_handler(3, {}, stderr, runtime_dir / "no")) is logging.StreamHandler
