@@ -27,10 +27,11 @@ class Tree:
     held: dict[Process, int] = field(default_factory=dict)
 
     def update(self) -> None:
-        """Take hold of everything that is below the root now."""
-        for process in _tree(self.root):
-            if process not in self.held and (fd := _hold(process)) is not None:
-                self.held[process] = fd
+        """Take hold of everything that is below the root now; of nothing more, where no descriptor is left."""
+        with contextlib.suppress(OSError):
+            for process in _tree(self.root):
+                if process not in self.held and (fd := _hold(process)) is not None:
+                    self.held[process] = fd
 
     def kill(self, timeout: float) -> bool:
         """SIGKILL the whole tree and wait; False if some process is still there after ``timeout`` seconds.
@@ -69,8 +70,11 @@ class Tree:
 
 
 def below(root: int) -> list[int]:
-    """``root`` and all its living descendants."""
-    return [root, *(process.pid for process in _descendants(root))]
+    """``root`` and all its living descendants; ``root`` alone where no descriptor is left to look with."""
+    try:
+        return [root, *(process.pid for process in _descendants(root))]
+    except OSError:
+        return [root]
 
 
 def _tree(root: int) -> list[Process]:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import selectors
+import signal
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +18,6 @@ from weightcache.launch.processes import Tree, below
 from weightcache.launch.signals import ENDING, SignalEvents
 
 if TYPE_CHECKING:
-    import signal
     from collections.abc import Mapping, Sequence
 
     from weightcache.engine.directive import Report
@@ -228,7 +228,10 @@ class _Run:
     def _kill(self) -> bool:
         if self.aside is not None:
             self.aside.killing()
-        return self.tree.kill(KILL_TIMEOUT)
+        gone = self.tree.kill(KILL_TIMEOUT)
+        if self.child.poll() is None:  # there was no descriptor to hold it by
+            self.child.send_signal(signal.SIGKILL)
+        return gone
 
     def close(self) -> None:
         """Whatever happened, leave no server behind."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import resource
@@ -13,6 +14,7 @@ import time
 import psutil
 import pytest
 
+from tests.support.descriptors import descriptors
 from tests.unit.launch.support import ATTACHED, alive, eventually
 from weightcache import transport
 from weightcache.engine.directive import Decision, encode_report
@@ -149,6 +151,65 @@ def test_a_launcher_without_descriptors_hears_who_waits_when_it_has_some_and_res
     _, err = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "rank 7: loaded from disk: a test" in err
+
+
+class Poor:
+    """A watcher who waits for the server to listen, and a slot whose launcher has no descriptor left once it runs."""
+
+    wants_serving = True
+
+    def __init__(self, fd: int, seconds: float) -> None:
+        self.fd = fd
+        self.until = time.monotonic() + seconds
+        self.without: contextlib.AbstractContextManager[None] | None = None
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def due(self) -> float:
+        return time.monotonic() + 0.05
+
+    def attend(self) -> float | None:
+        if self.without is None:
+            self.without = descriptors(0)
+            self.without.__enter__()
+        return 0.0 if time.monotonic() > self.until else None
+
+    def on_serving(self) -> None:
+        raise AssertionError("it does not listen")
+
+    def take(self) -> list:
+        return []
+
+    def begin(self) -> None:
+        pass
+
+    def killing(self) -> None:
+        pass
+
+    def ended(self) -> None:
+        assert self.without is not None
+        self.without.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("seconds", "lasts", "status"), [(30.0, "1", 0), (1.0, "60", -signal.SIGKILL)])
+def test_a_launcher_without_descriptors_waits_for_the_end_of_its_server_or_ends_it(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, lasts: str, status: int
+) -> None:
+    looked: list[list[int]] = []
+    listens = supervisor.proof.listens
+    monkeypatch.setattr(supervisor.proof, "listens", lambda pids, port: looked.append(pids) or listens(pids, port))
+    monkeypatch.setattr(supervisor, "SERVING_POLL", 0.1)
+    fds = [os.eventfd(0), os.eventfd(0)]
+    aside, receiver = (Poor(fd, seconds) for fd in fds)
+    try:
+        done = supervisor.run(["sleep", lasts], os.environ, receiver, receiver, 1, aside=aside)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert done.status == status
+    assert len(looked) > 1
+    assert {len(pids) for pids in looked} == {1}
 
 
 class Hung:
