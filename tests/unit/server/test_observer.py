@@ -131,7 +131,7 @@ def test_it_reads_what_an_agent_leaves_behind(private: Agent) -> None:
 
 
 def test_without_such_entries_the_file_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "not supported")
 
     monkeypatch.setattr(os, "setxattr", fail)
