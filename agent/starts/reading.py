@@ -100,9 +100,12 @@ class Start:
     damaged: int = 0
 
     def point(self, name: str) -> float | None:
-        """When ``name`` first happened, in seconds since the origin."""
-        moments = [process.points[name] for process in self.processes if name in process.points]
-        return min(moments) - self.header.began if moments and self.header else None
+        """When ``name`` first happened, in seconds since the origin; what a file puts before that does not count."""
+        if self.header is None:
+            return None
+        began = self.header.began
+        moments = [process.points[name] - began for process in self.processes if name in process.points]
+        return min((moment for moment in moments if moment >= 0), default=None)
 
     @property
     def main(self) -> Process | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.unit.starts.made import Trace, usual
+from tests.unit.starts.made import ORIGIN, Trace, usual
 from weightcache.cli.main import main
 from weightcache.starts.recorder import Recorder
 
@@ -84,7 +85,8 @@ def test_states_of_a_start_that_goes_on(where: Path, capsys: pytest.CaptureFixtu
         assert capsys.readouterr().out.splitlines()[1].endswith("starting")
         assert recorder.path is not None
         with recorder.path.open("ab") as file:
-            file.write(b"".join(Trace().process(11, "main", 0, 1).point(2, 11, "serving").lines[1:]))
+            now = time.monotonic() - ORIGIN
+            file.write(b"".join(Trace().process(11, "main", now, now).point(now, 11, "serving").lines[1:]))
         assert main(["starts"]) == 0
         assert capsys.readouterr().out.splitlines()[1].endswith("serving")
 

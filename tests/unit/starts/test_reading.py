@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from tests.unit.starts.made import DETOKENIZER, LAUNCHER, MAIN, ORIGIN, SCHEDULER, Trace, usual
 from weightcache.starts import draw, phases, reading, words
@@ -26,7 +26,15 @@ LINES = st.lists(
 )
 
 
+EARLY = [
+    b'{"at":0,"pid":12,"kind":"point","name":"serving"}\n',
+    b'{"at":1017.5,"pid":12,"kind":"process","name":"scheduler","how":"cold","facts":{"began":1009.5}}\n',
+]
+"""Ready before it began."""
+
+
 @given(LINES, st.booleans())
+@example(EARLY, True)
 def test_nothing_in_a_file_breaks_its_reader(lines: list[bytes], whole: bool) -> None:
     data = (usual().lines[0] if whole else b"") + b"".join(lines)
     start = reading.parse(1, data)
