@@ -34,7 +34,12 @@ class Tree:
                     self.held[process] = fd
 
     def kill(self, timeout: float) -> bool:
-        """SIGKILL the whole tree and wait; False if some process is still there after ``timeout`` seconds.
+        """SIGKILL the whole tree and wait; False if some process is still there after ``timeout`` seconds."""
+        self.strike()
+        return self.wait(timeout)
+
+    def strike(self) -> None:
+        """SIGKILL the whole tree.
 
         Everything is stopped first, or a process that is still running could start another one behind our back.
         """
@@ -44,18 +49,21 @@ class Tree:
             self.update()
             self._send(signal.SIGSTOP)
         self._send(signal.SIGKILL)
-        return self.wait(timeout)
 
-    def wait(self, timeout: float) -> bool:
-        """Whether every held process ended within ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        for fd in self.held.values():
-            left = max(0.0, deadline - time.monotonic())
-            poll = select.poll()
+    def wait(self, timeout: float, unless: int | None = None) -> bool:
+        """Whether every held process ended within ``timeout`` seconds, and before ``unless`` was readable."""
+        deadline, stop = time.monotonic() + timeout, False
+        left, poll = set(self.held.values()), select.poll()
+        for fd in (*left, *([] if unless is None else [unless])):
             poll.register(fd, select.POLLIN)
-            if not poll.poll(left * 1000):
-                return False
-        return True
+        while left and not stop:
+            seconds = max(0.0, deadline - time.monotonic())
+            for fd, _ in poll.poll(seconds * 1000):
+                stop = stop or fd == unless
+                left.discard(fd)
+                poll.unregister(fd)
+            stop = stop or not seconds
+        return not left
 
     def close(self) -> None:
         """Let go."""

@@ -7,6 +7,7 @@ import math
 import os
 import selectors
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 SERVING_POLL = 1.0
 KILL_TIMEOUT = 60.0
 """A process with gigabytes on a GPU takes its time to go away."""
+REAP_TIMEOUT = 1.0
+"""For one that is gone, or will not go."""
 
 
 class Watcher(Protocol):
@@ -101,7 +104,7 @@ def run(
             aside.begin()
             after.callback(aside.ended)
         child = start(command, environment, signals.child_setup())
-        run_ = _Run(child, receiver, watcher, port, beside, aside)
+        run_ = _Run(child, signals, receiver, watcher, port, beside, aside)
         after.callback(run_.close)
         pidfd = os.pidfd_open(child.pid)
         after.callback(os.close, pidfd)
@@ -110,13 +113,14 @@ def run(
         selector.register(pidfd, selectors.EVENT_READ)
         if aside is not None:
             selector.register(aside, selectors.EVENT_READ)
-        return run_.loop(selector, signals, pidfd)
+        return run_.loop(selector, pidfd)
 
 
 class _Run:
     def __init__(
         self,
         child: Child,
+        signals: SignalEvents,
         receiver: Receiver,
         watcher: Watcher,
         port: int | None,
@@ -124,10 +128,16 @@ class _Run:
         aside: Aside | None,
     ) -> None:
         self.child = child
+        self.signals = signals
+        self.interrupted: signal.Signals | None = None
+        """The last signal to end that came."""
+        self.left = False
+        """Whether the server's main process is there still, and nobody waits for it any more."""
         self.receiver = receiver
         self.watcher = watcher
         self.port = port
         self.tree = Tree(child.pid)
+        self.tree.update()  # while there may be a descriptor to hold it by
         self.deadline: float | None = None
         self.next_poll = time.monotonic() + SERVING_POLL
         self.seen_serving = False
@@ -137,13 +147,13 @@ class _Run:
         self.withheld: signal.Signals | None = None
         """A signal to end, which the server gets when ``aside`` lets it end."""
 
-    def loop(self, selector: selectors.BaseSelector, signals: SignalEvents, pidfd: int) -> Ended:
-        interrupted = killed = False
+    def loop(self, selector: selectors.BaseSelector, pidfd: int) -> Ended:
+        killed = False
         while True:
             ready = {key.fd for key, _ in selector.select(self._timeout())}
-            if signals.fd in ready:
-                for number, forward in signals.take():
-                    interrupted = interrupted or number in ENDING
+            if self.signals.fd in ready:
+                for number, forward in self.signals.take():
+                    self.interrupted = number if number in ENDING else self.interrupted
                     if forward:
                         self._pass(number)
             self._reports()
@@ -155,11 +165,14 @@ class _Run:
             if self.deadline is not None and time.monotonic() >= self.deadline:
                 killed = True
                 break
-        if self.deadline is not None:
-            self._end_tree()
-        status = self.child.wait()
+        told_to_leave = self.deadline is not None and self._end_tree()
+        try:
+            status = self.child.wait(REAP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.left = True
+            status = -self.interrupted if told_to_leave and self.interrupted else -signal.SIGKILL
         self._reports()
-        return Ended(status, interrupted, killed)
+        return Ended(status, self.interrupted is not None, killed and not told_to_leave)
 
     def _timeout(self) -> float | None:
         moments = [self.receiver.due()]
@@ -221,21 +234,39 @@ class _Run:
         moment = time.monotonic() + seconds
         self.deadline = moment if self.deadline is None else min(self.deadline, moment)
 
-    def _end_tree(self) -> None:
-        if not self._kill():
-            say(f"some of the server's processes do not end within {KILL_TIMEOUT:.0f} s")
+    def _end_tree(self) -> bool:
+        """Kill everything, and see it gone; True if a second signal to end came before, which is for the launcher.
 
-    def _kill(self) -> bool:
+        What the kernel does not let go, as in a driver that hangs, ends by no signal.
+        """
         if self.aside is not None:
             self.aside.killing()
-        gone = self.tree.kill(KILL_TIMEOUT)
-        if self.child.poll() is None:  # there was no descriptor to hold it by
-            self.child.send_signal(signal.SIGKILL)
-        return gone
+        self.tree.strike()
+        if self.child.pid not in {process.pid for process in self.tree.held} and self.child.poll() is None:
+            self.child.send_signal(signal.SIGKILL)  # there was no descriptor to hold it by
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while not self.tree.wait(max(0.0, deadline - time.monotonic()), self.signals.fd):
+            if self._told_to_leave():
+                say("some of the server's processes do not end: the launcher ends without them")
+                return True
+            if time.monotonic() >= deadline:
+                say(f"some of the server's processes do not end within {KILL_TIMEOUT:.0f} s")
+                break
+        return False
+
+    def _told_to_leave(self) -> bool:
+        for number, _ in self.signals.take():
+            if number in ENDING:
+                before, self.interrupted = self.interrupted, number
+                if before is not None:
+                    return True
+                say("the server is being killed: another signal ends the launcher, whether that is done or not")
+        return False
 
     def close(self) -> None:
-        """Whatever happened, leave no server behind."""
-        if self.child.poll() is None:
-            self._kill()
-            self.child.wait(KILL_TIMEOUT)
+        """Whatever happened, leave no server behind that can be ended."""
+        if not self.left and self.child.poll() is None:
+            self._end_tree()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(REAP_TIMEOUT)
         self.tree.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,28 @@ def test_a_number_that_was_held_is_held_again_for_who_has_it_now(monkeypatch: py
         tree.update()
         assert list(tree.held) == [earlier, known]
         tree.close()
+
+
+def test_a_wait_ends_early_for_what_somebody_else_says() -> None:
+    with running("sleep", "60") as one, running("sleep", "60") as other:
+        tree = Tree(os.getpid())
+        tree.update()
+        assert {one.pid, other.pid} <= {process.pid for process in tree.held}
+        tree.held = {process: fd for process, fd in tree.held.items() if process.pid in (one.pid, other.pid)}
+        event = os.eventfd(0)
+        before = opened()
+        one.kill()
+        began = time.monotonic()
+        assert not tree.wait(0.2, event)
+        assert time.monotonic() - began >= 0.2
+        os.eventfd_write(event, 1)
+        assert not tree.wait(60, event)
+        assert time.monotonic() - began < 30
+        other.kill()
+        assert tree.wait(60)
+        assert opened() == before
+        tree.close()
+        os.close(event)
 
 
 def test_who_is_gone_is_not_held() -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.support.descriptors import descriptors
+from tests.support.environments import REPOSITORY
 from tests.unit.launch.support import ATTACHED, alive, eventually
 from weightcache import transport
 from weightcache.engine.directive import Decision, encode_report
@@ -249,13 +250,13 @@ class Hung:
 def test_a_slot_hears_that_its_engine_is_killed_before_that_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     fds = [os.eventfd(0), os.eventfd(0)]
     aside, receiver = map(Hung, fds)
-    kill = supervisor.Tree.kill
+    strike = supervisor.Tree.strike
 
-    def killed(tree: supervisor.Tree, timeout: float) -> bool:
+    def struck(tree: supervisor.Tree) -> None:
         aside.said.append("kill")
-        return kill(tree, timeout)
+        strike(tree)
 
-    monkeypatch.setattr(supervisor.Tree, "kill", killed)
+    monkeypatch.setattr(supervisor.Tree, "strike", struck)
     try:
         done = supervisor.run(["sleep", "60"], os.environ, receiver, receiver, None, aside=aside)
     finally:
@@ -263,3 +264,72 @@ def test_a_slot_hears_that_its_engine_is_killed_before_that_takes_its_time(monke
             os.close(fd)
     assert (done.status, done.killed) == (-signal.SIGKILL, True)
     assert aside.said == ["begin", "killing", "kill", "ended"]
+
+
+def test_a_server_that_no_signal_ends_is_left_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGKILL ends none that waits for a driver."""
+    monkeypatch.setattr(supervisor.Tree, "strike", lambda _: None)
+    monkeypatch.setattr(supervisor, "KILL_TIMEOUT", 0.3)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str], environment: dict[str, str], _: object) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(command, env=environment))
+        return started[0]
+
+    fds = [os.eventfd(0), os.eventfd(0)]
+    aside, receiver = map(Hung, fds)
+    try:
+        began = time.monotonic()
+        done = supervisor.run(["sleep", "60"], os.environ, receiver, receiver, None, start, aside=aside)
+        took = time.monotonic() - began
+        assert started[0].poll() is None
+    finally:
+        for fd in fds:
+            os.close(fd)
+        for process in started:
+            process.kill()
+            process.wait(10)
+    assert 0.3 <= took < 10
+    assert done == supervisor.Ended(-signal.SIGKILL, interrupted=False, killed=True)
+    assert aside.said == ["begin", "killing", "ended"]
+    assert "some of the server's processes do not end within 0 s" in capfd.readouterr().err
+
+
+UNKILLABLE = """
+import os
+from weightcache.launch import supervisor
+from weightcache.launch.reports import Receiver
+from tests.unit.launch.test_supervisor import Hung
+supervisor.Tree.strike = lambda tree: print(tree.root, flush=True)
+with Receiver() as receiver:
+    hung = Hung(os.eventfd(0))
+    done = supervisor.run(["sleep", "60"], dict(os.environ), receiver, hung, None, aside=hung)
+print(done.status, done.interrupted, done.killed, flush=True)
+"""
+
+
+def test_a_second_signal_ends_the_launcher_whatever_its_server_does(launcher):
+    launcher.environment["PYTHONPATH"] += os.pathsep + os.fspath(REPOSITORY)
+    with subprocess.Popen(
+        [sys.executable, "-c", UNKILLABLE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=launcher.environment,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            server = int(process.stdout.readline())
+            process.terminate()
+            assert "another signal ends the launcher" in process.stderr.readline()
+            process.send_signal(signal.SIGWINCH)  # no signal to end
+            time.sleep(0.2)
+            assert process.poll() is None
+            assert alive(server)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert out == f"{-signal.SIGINT} True False\n"
+    assert err == "weightcache: some of the server's processes do not end: the launcher ends without them\n"
+    assert eventually(lambda: not alive(server))  # it dies with its parent
