@@ -170,7 +170,7 @@ class Pool:
         self._later(f"the parked processes ended: {reason}" if was_ready else f"{reason}{last}")
 
     def _later(self, reason: str) -> None:
-        pause = min(FIRST_RETRY_SECONDS * 2**self._failures, LAST_RETRY_SECONDS)
+        pause = min(FIRST_RETRY_SECONDS * 2 ** min(self._failures, 16), LAST_RETRY_SECONDS)
         self._failures += 1
         self._not_before = time.monotonic() + pause
         self._say(f"no warm worker: {reason}; trying again in {pause:.0f} s")

@@ -20,6 +20,7 @@ from weightcache.errors import AgentUnavailable, DeviceUnavailable, ProtocolErro
 from weightcache.warm import binding, device, messages, priority, title
 from weightcache.warm.key import Key, changed, listed, parked
 from weightcache.warm.learned import Learned
+from weightcache.warm.pool import LAST_RETRY_SECONDS, Pool
 
 ATTRIBUTES = dict.fromkeys(device._ATTRIBUTES, 1) | {
     "major": 9, "minor": 0, "warp_size": 32, "shared_memory_per_block_optin": 232_448, "multi_processor_count": 132,
@@ -305,3 +306,16 @@ def test_facts_are_found_out_and_checked() -> None:
     del broken["devices"][0]["attributes"]["major"]
     with pytest.raises(ValueError, match="attributes are missing"):
         device.read(json.dumps(broken))
+
+
+def test_a_pool_that_always_fails_tries_again_for_ever() -> None:
+    said: list[str] = []
+
+    def fresh(*_: Any) -> Any:
+        pytest.fail("nothing is started")
+
+    pool = Pool(fresh, messages.Layout(), said.append)
+    for _ in range(3000):
+        pool._later("it ended")
+    assert said[0] == "no warm worker: it ended; trying again in 5 s"
+    assert said[-1] == f"no warm worker: it ended; trying again in {LAST_RETRY_SECONDS:.0f} s"
