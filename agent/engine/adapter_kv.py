@@ -30,10 +30,15 @@ _FP8 = ("fp8_e4m3", "fp8_e5m2")
 POOLS = frozenset(("MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool", "HybridLinearKVPool"))
 """Classes whose memory comes and goes, when they are made in the ways above."""
 
+_BACKENDS = (
+    "attention_backend", "prefill_attention_backend", "decode_attention_backend", "speculative_draft_attention_backend"
+)  # fmt: skip
+
 UNSUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     # (argument, values that are supported, what the others are)
     ("speculative_algorithm", (None, "EAGLE", "EAGLE3", "STANDALONE"), "this kind of speculative decoding"),
     ("kv_cache_dtype", (None, "auto", "bf16", "bfloat16", "float16", *_FP8), "this quantized KV cache"),
+    ("kv_canary", (None, "none"), "canaries in KV memory"),
     ("enable_int8_mamba_checkpoint", (None, False), "a second pool of states"),
     ("enable_page_major_kv_layout", (None, False), "a KV cache that is ordered by pages"),
     ("enable_memory_saver", (None, False), "the memory saver"),
@@ -61,10 +66,31 @@ def why_not(model_runner: Any) -> str:
         return family
     if model_runner.is_hybrid_swa_compress:
         return "layers with a sliding window over other heads"
-    if has_states(model_runner.model_config) and adapter.resolved(model_runner.server_args, "speculative_algorithm"):
-        return "speculative decoding by a model that keeps a state for each request"
+    if _casts_all(model_runner):
+        return f"latent attention (MLA) over another type of values ({model_runner.kv_cache_dtype}) by these kernels"
+    if adapter.resolved(model_runner.server_args, "speculative_algorithm"):
+        return _why_no_draft(model_runner)
     if os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"):
         return "a memory pool of its own"
+    return ""
+
+
+def _casts_all(model_runner: Any) -> bool:
+    """Whether kernels may convert the whole pool of latent attention before they read some of it, memory or not."""
+    args = model_runner.server_args
+    backends = {adapter.resolved(args, name) for name in _BACKENDS} - {None}
+    return model_runner.use_mla_backend and model_runner.kv_cache_dtype != model_runner.dtype and backends != {"triton"}
+
+
+def _why_no_draft(model_runner: Any) -> str:
+    args = model_runner.server_args
+    if has_states(model_runner.model_config):
+        return "speculative decoding by a model that keeps a state for each request"
+    if (
+        int(adapter.resolved(args, "speculative_eagle_topk") or 1) > 1
+        and int(adapter.resolved(args, "page_size") or 1) > 1
+    ):
+        return "a draft that guesses a tree, with pages of several tokens"
     return ""
 
 
@@ -99,6 +125,17 @@ def strange_pools(model_runner: Any) -> str:
     parts = [getattr(pool, name, None) for name in ("full_kv_pool", "swa_kv_pool")]
     names = [type(part).__name__ for part in (pool, *parts) if part is not None]
     return next((name for name in names if name not in POOLS), "")
+
+
+def tokens(model_runner: Any) -> int:
+    """How many tokens its pool has."""
+    return int(model_runner.max_total_num_tokens)
+
+
+def runners(scheduler: Any) -> list[Any]:
+    """The model runners of this rank: the target's, then those of a draft."""
+    draft = scheduler.draft_worker
+    return [scheduler.tp_worker.model_runner, *(() if draft is None else draft.draft_worker.draft_runners)]
 
 
 def shares_with_states(configurator: Any) -> bool:

@@ -97,8 +97,11 @@ def first_tokens(model_config: Any) -> int:
 
 
 def room_of(manager: Any) -> int:
-    """How many tokens have KV memory before an engine owns it."""
-    return first_tokens(manager.model_config)
+    """How many tokens have KV memory before an engine owns it, in all of its data parallel replicas.
+
+    SGLang's warm-up asks each of them once.
+    """
+    return first_tokens(manager.model_config) * int(adapter.resolved(manager.server_args, "dp_size") or 1)
 
 
 def tokens_of(manager: Any, request: Any) -> int:
@@ -106,11 +109,15 @@ def tokens_of(manager: Any, request: Any) -> int:
 
     A state of a request counts as so many tokens that both have room in the same way.
     """
+
+    def drafted(name: str) -> int:
+        return int(adapter.resolved(manager.server_args, f"speculative_{name}") or 0)
+
     # Up to two pages begun: the last one, and that of a token which is computed ahead; and what a draft guesses.
     begun = 2 * int(adapter.resolved(manager.server_args, "page_size") or 1)
-    begun += 2 * int(adapter.resolved(manager.server_args, "speculative_num_draft_tokens") or 0)
+    begun += 2 * max(drafted("num_draft_tokens"), drafted("eagle_topk") * drafted("num_steps"))
     states = adapter_kv.has_states(manager.model_config)
-    least = room_of(manager) * _STATES_OF_A_REQUEST // FIRST_STATES if states else 0
+    least = first_tokens(manager.model_config) * _STATES_OF_A_REQUEST // FIRST_STATES if states else 0
     found = 0
     for one in getattr(request, "batch", (request,)):
         given = one.input_embeds if one.input_ids is None else one.input_ids
@@ -125,6 +132,11 @@ def tokens_of(manager: Any, request: Any) -> int:
 def unsent(why: str) -> Exception:
     """What ends a request that is not sent, as SGLang's handlers answer it: without a traceback."""
     return ValueError(why)
+
+
+def beside_another_engine() -> None:
+    """Before SGLang looks at the memory of its GPUs: what the other slot leaves need not be the same on each."""
+    os.environ.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "0")
 
 
 def known() -> int:

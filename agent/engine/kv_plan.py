@@ -9,7 +9,9 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weightcache.engine import adapter, adapter_kv as sglang
 from weightcache.errors import WeightcacheError
@@ -29,6 +31,28 @@ _PROBLEMS = {
     "stop that one, or set kv_gigabytes",
 }
 """In place of bytes, what the first rank says to all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the slots of an engine agree on: the bytes of their KV memory on each GPU.
+
+    ``file`` has them, and ``lock`` is the engine's lock file. ``reserve_bytes`` are left free for the other slot. With
+    ``kv_bytes`` there is nothing to measure and to agree on. ``engine`` stands for all that its file says of it.
+    """
+
+    file: Path
+    lock: Path
+    reserve_bytes: int = 0
+    kv_bytes: int = 0
+    engine: str = ""
+
+    def budget(self, configurator: Any, measure: Callable[[], int]) -> int:
+        """The bytes for this engine on all ranks, of those that ``measure`` finds free. Raises WeightcacheError."""
+        if self.kv_bytes:
+            return self.kv_bytes
+        key = [*sglang.plan_key(configurator), f"reserve_bytes={self.reserve_bytes}", f"engine={self.engine}"]
+        return planned(self.file, self.lock, key, lambda: measure() - self.reserve_bytes)
 
 
 def planned(plan: Path, lock: Path, key: list[str], measure: Callable[[], int]) -> int:

@@ -47,6 +47,16 @@ class Parked:
         """Bytes of memory behind the buffers now."""
         return self._backed.backed
 
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of memory behind the buffers after ``take``, but for what the driver rounds up."""
+        return sum(end - start for parts in self._whole for start, end in parts)
+
+    @property
+    def slack_bytes(self) -> int:
+        """At most so many of them SGLang does not count: a page that belongs to no token, in each buffer."""
+        return sum(end - start for parts in self._kept for start, end in parts)
+
     def tensor(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The buffer ``index``, contiguous."""
         return self._backed.tensor(index, shape, dtype)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from weightcache.engine import adapter_kv as sglang, adapter_slot
-from weightcache.engine.kv_plan import planned
+from weightcache.engine.kv_plan import Plan
 from weightcache.engine.parked_buffers import KvBuffers, Parked, Reserving
 from weightcache.engine.turns import short_turns
 from weightcache.errors import UsageError, WeightcacheError
 
 logger = logging.getLogger(__name__)
+
+MOST_OVER = 0.02
+"""Of what is planned: SGLang rounds pages up, and the driver what is behind each buffer."""
 
 
 class ParkedMemory:
@@ -29,29 +31,45 @@ class ParkedMemory:
 
     def __init__(self, unproven: bool = False) -> None:
         self._unproven = unproven
-        self._model_runner: Any = None
+        self._runners: list[Any] = []
+        self._budget = 0
 
-    def check(self, model_runner: Any) -> None:
+    def check(self, scheduler: Any) -> None:
         """Refuse what cannot be parked yet; from now on pools are made of parked buffers. Raises WeightcacheError."""
-        if why := sglang.why_not(model_runner):
-            raise UsageError(f"an engine in a slot has to park its KV memory, which does not work yet with {why}")
-        if (what := sglang.unproven(model_runner)) and not self._unproven:
-            raise UsageError(
-                f"an engine in a slot has to park its KV memory, which no run on a GPU has shown yet with {what}: "
-                "unproven = true in [standby] tries it"
-            )
-        KvBuffers.first_tokens = adapter_slot.first_tokens(model_runner.model_config)
+        self._runners = sglang.runners(scheduler)
+        for runner in self._runners:
+            if why := sglang.why_not(runner):
+                raise UsageError(f"an engine in a slot has to park its KV memory, which does not work yet with {why}")
+            if (what := sglang.unproven(runner)) and not self._unproven:
+                raise UsageError(
+                    "an engine in a slot has to park its KV memory, which no run on a GPU has shown yet with "
+                    f"{what}: unproven = true in [standby] tries it"
+                )
+        KvBuffers.first_tokens = adapter_slot.first_tokens(self._runners[0].model_config)
         sglang.replace_owner(KvBuffers)
-        self._model_runner = model_runner
+
+    def budgeted(self, size: int) -> None:
+        """Note the bytes that pools are made for."""
+        self._budget = size
 
     def prove(self) -> None:
-        """Refuse an engine that made its pools in another way. Raises WeightcacheError."""
+        """Refuse an engine whose pools were made in another way, or for more than was planned.
+
+        Raises WeightcacheError.
+        """
         if not Parked.made:
             raise WeightcacheError("this engine made no KV memory that can be given back, and may not be in a slot")
-        if strange := sglang.strange_pools(self._model_runner):
+        for strange in filter(None, map(sglang.strange_pools, self._runners)):
             raise WeightcacheError(
                 f"this engine keeps KV memory in a {strange}, of which it is not known how to give it back, "
                 "and may not be in a slot"
+            )
+        size = sum(buffers.whole_bytes for buffers in Parked.made)
+        if self._budget and size > self._budget * (1 + MOST_OVER) + sum(buffers.slack_bytes for buffers in Parked.made):
+            fits = int(sglang.tokens(self._runners[0]) * self._budget / size)
+            raise WeightcacheError(
+                f"the KV memory of this engine has {size / 1e9:.1f} GB, and {self._budget / 1e9:.1f} GB are planned "
+                f"for it (SGLang counts that of a draft as its target's): --max-total-tokens {fits} would fit"
             )
 
     def map(self, seconds: float) -> None:
@@ -60,7 +78,11 @@ class ParkedMemory:
 
     def unmap(self) -> None:
         """Give it back, but for what is kept. Raises a WeightcacheError."""
-        give_back()
+        before = sum(buffers.backed_bytes for buffers in Parked.made)
+        kept = give_back()
+        logger.info(
+            "weightcache: %.3f GB of KV memory were given back, %.3f GB stay", (before - kept) / 1e9, kept / 1e9
+        )
 
 
 def take(seconds: float) -> int:
@@ -83,21 +105,13 @@ def give_back() -> int:
     return sum(buffers.backed_bytes for buffers in Parked.made)
 
 
-def hooks(
-    plan: Path, lock: Path, reserve_bytes: int, kv_bytes: int = 0, engine: str = ""
-) -> dict[str, Callable[..., Any]]:
-    """What is hooked in a scheduler of an engine in a slot, on a GPU.
-
-    ``plan`` is the file in which the slots of an engine agree on the bytes of their KV memory; ``reserve_bytes`` are
-    left free for the other slot. With ``kv_bytes`` there is nothing to measure and to agree on. ``engine`` stands for
-    all that its file says of it.
-    """
+def hooks(plan: Plan, budgeted: Callable[[int], None]) -> dict[str, Callable[..., Any]]:
+    """What is hooked in a scheduler of an engine in a slot, on a GPU. ``budgeted`` is told the bytes of its pools."""
 
     def budget(configurator: Any, measure: Callable[[], int]) -> int:
-        if kv_bytes:
-            return kv_bytes
-        key = [*sglang.plan_key(configurator), f"reserve_bytes={reserve_bytes}", f"engine={engine}"]
-        return planned(plan, lock, key, lambda: measure() - reserve_bytes)
+        size = plan.budget(configurator, measure)
+        budgeted(size)
+        return size
 
     def profile_bytes(original: Callable[..., int], configurator: Any, *args: Any, **kwargs: Any) -> int:
         if sglang.shares_with_states(configurator):
@@ -105,8 +119,7 @@ def hooks(
         return budget(configurator, lambda: original(configurator, *args, **kwargs))
 
     def share_with_states(original: Callable[..., float], configurator: Any, gigabytes: float) -> float:
-        size = budget(configurator, lambda: int(gigabytes * 2**30))
-        return original(configurator, size / 2**30)
+        return original(configurator, budget(configurator, lambda: int(gigabytes * 2**30)) / 2**30)
 
     def is_backed_later(_original: Callable[..., bool], *_args: Any, **_kwargs: Any) -> bool:
         return True

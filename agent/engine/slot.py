@@ -59,12 +59,12 @@ def rank_hooks(directive: Directive) -> dict[str, Callable[..., Any]]:
     hooks: dict[str, Callable[..., Any]] = {}
     memory: slot_rank.Memory = slot_rank.HostMemory()
     if directive.backend == "cuda":
-        from weightcache.engine import parked_kv
+        from weightcache.engine import kv_plan, parked_kv
 
-        memory, hooks = (
-            parked_kv.ParkedMemory(slot.unproven),
-            parked_kv.hooks(Path(slot.plan), Path(slot.lock), slot.reserve_bytes, slot.kv_bytes, slot.engine),
-        )
+        adapter_slot.beside_another_engine()
+        memory = parked = parked_kv.ParkedMemory(slot.unproven)
+        plan = kv_plan.Plan(Path(slot.plan), Path(slot.lock), slot.reserve_bytes, slot.kv_bytes, slot.engine)
+        hooks = parked_kv.hooks(plan, parked.budgeted)
     rank = slot_rank.SlotRank(directive, slot, memory)
     _rank.append(rank)
     return {**hooks, adapter_slot.RANK_KNOWN: rank.around_rank_known, adapter_slot.INPUT: rank.around_input}

@@ -28,7 +28,7 @@ REST_SECONDS = 0.02
 class Memory(Protocol):
     """The KV memory of one rank, which is there while the rank owns it."""
 
-    def check(self, model_runner: Any) -> None:
+    def check(self, scheduler: Any) -> None:
         """Refuse an engine whose KV memory cannot come and go, before it has any. Raises WeightcacheError."""
 
     def prove(self) -> None:
@@ -44,7 +44,7 @@ class Memory(Protocol):
 class HostMemory:
     """The KV memory of an engine on the CPU is small, and stays."""
 
-    def check(self, model_runner: Any) -> None:
+    def check(self, scheduler: Any) -> None:
         """Any will do."""
 
     def prove(self) -> None:
@@ -80,7 +80,7 @@ class SlotRank:
     def before_pools(self, scheduler: Any) -> None:
         """The model is known, and no KV memory is there yet."""
         try:
-            self._memory.check(scheduler.tp_worker.model_runner)
+            self._memory.check(scheduler)
         except WeightcacheError as error:
             self._refuse(sglang.global_rank_of(scheduler), error)
 

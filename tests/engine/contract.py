@@ -44,6 +44,7 @@ from weightcache.engine import (
     parked_kv,
     refusals,
 )
+from weightcache.engine.kv_plan import Plan
 from weightcache.errors import UnsupportedMethod
 from weightcache.launch import arguments, server_only
 from weightcache.memory.cuda_vmm import CudaMemory
@@ -341,6 +342,13 @@ def kv_memory() -> Iterator[str]:
     for name in ("is_deepseek_dsa", "is_deepseek_v4", "is_minimax_sparse"):
         if parameters(resolve(f"sglang.srt.configs.model_config.{name}")) != ["config"]:
             yield f"{name} takes something else"
+    speculative = importlib.import_module("sglang.srt.speculative.base_spec_worker")
+    for owner_, name in (
+        (speculative.BaseSpecWorker, "draft_worker"),
+        (speculative.EagleDraftWorkerBase, "draft_runners"),
+    ):
+        if not isinstance(vars(owner_).get(name), property):
+            yield f"{owner_.__name__} has no {name}"
     for name in adapter_kv.POOLS:
         resolve(f"sglang.srt.mem_cache.{'swa_memory_pool' if name == 'SWAKVPool' else 'memory_pool'}.{name}")
 
@@ -351,7 +359,7 @@ def parked_pools() -> Iterator[str]:
 
     latent, states = memory_pool.MLATokenToKVPool, memory_pool.MambaPool
     make_latent, make_states = latent._create_buffers, states.__init__
-    hooks = parked_kv.hooks(Path("plan"), Path("lock"), 0)
+    hooks = parked_kv.hooks(Plan(Path("plan"), Path("lock")), lambda _: None)
     made: list[torch.Tensor] = []
 
     def tensor(_: Any, __: int, shape: Any, dtype: torch.dtype) -> torch.Tensor:

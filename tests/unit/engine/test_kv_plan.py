@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from weightcache.engine import adapter, adapter_kv, kv_plan, parked_kv
+from weightcache.engine import adapter, adapter_kv, kv_plan
 from weightcache.errors import WeightcacheError
 from weightcache.standby.locks import ByteLock
 
@@ -78,11 +78,10 @@ def test_another_reserve_gpu_file_or_release_is_another_plan(
     device = SimpleNamespace(name="NVIDIA H200", total_memory=150 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     monkeypatch.setattr(adapter, "version", lambda: "0.5.17")
-    configurator = SimpleNamespace(gpu_id=3, mambaish_config=None)
+    configurator = SimpleNamespace(gpu_id=3)
 
     def planned(reserve: int, free: int, engine: str = "its file") -> Any:
-        hooks = parked_kv.hooks(*paths, reserve, engine=engine)
-        return hooks[adapter_kv.PROFILE_BYTES](lambda *_: free, configurator, 5)
+        return kv_plan.Plan(*paths, reserve, engine=engine).budget(configurator, lambda: free)
 
     assert [planned(300, 1000), planned(300, 2000), planned(400, 1000)] == [700, 700, 600]
     device.total_memory = 80 << 30

@@ -16,6 +16,7 @@ import torch
 
 from tests.unit.memory.fake_driver import GRANULARITY, FakeDriver
 from weightcache.engine import adapter, adapter_kv, parked_kv
+from weightcache.engine.kv_plan import Plan
 from weightcache.engine.parked_buffers import KvBuffers, Parked, Reserving
 from weightcache.errors import NoRoom, UsageError, WeightcacheError
 from weightcache.memory import cuda_backed
@@ -85,7 +86,7 @@ def test_memory_for_all_tokens_only_while_it_is_owned(driver: FakeDriver) -> Non
 def test_a_warm_up_has_room_from_the_start(driver: FakeDriver, multimodal: bool, tokens: int) -> None:
     model = runner()
     model.model_config.is_multimodal = multimodal
-    parked_kv.ParkedMemory().check(model)
+    parked_kv.ParkedMemory().check(scheduler(model))
     made = buffers(rows=20_000)
     assert tokens * ROW < made.backed_bytes / 2 <= (tokens + 1) * ROW + GRANULARITY
     made.ensure_prefix(tokens + 1)
@@ -181,11 +182,20 @@ def runner(dtype: torch.dtype = torch.bfloat16, mla: bool = False, window: bool 
     return SimpleNamespace(
         server_args=SimpleNamespace(**arguments),
         kv_cache_dtype=dtype,
+        dtype=torch.bfloat16,
+        max_total_num_tokens=TOKENS,
         use_mla_backend=mla,
         is_hybrid_swa=window,
         is_hybrid_swa_compress=False,
         model_config=SimpleNamespace(hf_config="plain", is_multimodal=False),
     )
+
+
+def scheduler(*runners: Any) -> Any:
+    """With a target, and drafts if there are more."""
+    target, *drafts = runners
+    draft = SimpleNamespace(draft_worker=SimpleNamespace(draft_runners=drafts)) if drafts else None
+    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=target), draft_worker=draft)
 
 
 @pytest.fixture
@@ -212,11 +222,24 @@ def of(family: str, given: Any) -> Any:
         (runner(enable_unified_memory=True), "KV memory that is one with the memory of other states"),
         (of("sparse", runner()), "an index"),
         (of("states", runner(speculative_algorithm="EAGLE")), "speculative decoding by a model that keeps a state"),
+        (runner(kv_canary="log"), "canaries in KV memory"),
+        (
+            runner(speculative_algorithm="EAGLE", speculative_eagle_topk=8, page_size=64),
+            "a draft that guesses a tree, with pages of several tokens",
+        ),
+        (
+            runner(torch.float8_e4m3fn, mla=True, attention_backend="fa3"),
+            "latent attention (MLA) over another type of values (torch.float8_e4m3fn) by these kernels",
+        ),
+        (
+            runner(torch.float8_e4m3fn, mla=True, attention_backend="triton", decode_attention_backend="flashinfer"),
+            "latent attention (MLA) over another type of values",
+        ),
     ],
 )
 def test_which_kv_memory_cannot_be_parked(given: Any, why: str) -> None:
     with pytest.raises(UsageError, match=f"does not work yet with {re.escape(why)}"):
-        parked_kv.ParkedMemory(unproven=True).check(given)
+        parked_kv.ParkedMemory(unproven=True).check(scheduler(given))
 
 
 @pytest.mark.usefixtures("models")
@@ -228,18 +251,23 @@ def test_which_kv_memory_cannot_be_parked(given: Any, why: str) -> None:
         (runner(torch.float8_e4m3fn, kv_cache_dtype="fp8_e4m3"), "a quantized KV cache (torch.float8_e4m3fn)"),
         (runner(torch.float8_e5m2, kv_cache_dtype="auto"), "a quantized KV cache (torch.float8_e5m2)"),
         (runner(mla=True), "latent attention (MLA)"),
+        (
+            runner(torch.float8_e4m3fn, mla=True, attention_backend="triton"),
+            "a quantized KV cache (torch.float8_e4m3fn)",
+        ),
+        (runner(speculative_algorithm="EAGLE", speculative_eagle_topk=8, page_size=1), "speculative decoding"),
         (runner(window=True), "layers with a sliding window"),
         (runner(speculative_algorithm="EAGLE3"), "speculative decoding"),
         (of("states", runner()), "layers that keep a state for each request"),
     ],
 )
 def test_what_no_run_has_shown_has_to_be_asked_for(given: Any, what: str) -> None:
-    parked_kv.ParkedMemory(unproven=True).check(given)
+    parked_kv.ParkedMemory(unproven=True).check(scheduler(given))
     if not what:
-        parked_kv.ParkedMemory().check(given)
+        parked_kv.ParkedMemory().check(scheduler(given))
         return
     with pytest.raises(UsageError, match=re.escape(f"yet with {what}: unproven = true in [standby] tries it")):
-        parked_kv.ParkedMemory().check(given)
+        parked_kv.ParkedMemory().check(scheduler(given))
 
 
 class MHATokenToKVPool:
@@ -254,11 +282,17 @@ class OtherPool:
 def test_pools_that_were_made_in_another_way_are_refused(driver: FakeDriver) -> None:
     memory, model = parked_kv.ParkedMemory(), runner()
     model.token_to_kv_pool = MHATokenToKVPool()
-    memory.check(model)
+    draft = runner()
+    draft.token_to_kv_pool = MHATokenToKVPool()
+    memory.check(scheduler(model, draft))
     with pytest.raises(WeightcacheError, match="made no KV memory that can be given back"):
         memory.prove()
     buffers()
     memory.prove()
+    draft.token_to_kv_pool = OtherPool()
+    with pytest.raises(WeightcacheError, match="keeps KV memory in a OtherPool"):
+        memory.prove()
+    draft.token_to_kv_pool = MHATokenToKVPool()
     model.token_to_kv_pool = OtherPool()
     with pytest.raises(WeightcacheError, match="keeps KV memory in a OtherPool"):
         memory.prove()
@@ -272,7 +306,7 @@ def test_pools_that_were_made_in_another_way_are_refused(driver: FakeDriver) -> 
 def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(adapter, "world", lambda: (0, 1, None))
     monkeypatch.setattr(adapter_kv, "plan_key", lambda _: tuple(KEY))
-    return parked_kv.hooks(tmp_path / "plan", tmp_path / "lock", 300)
+    return parked_kv.hooks(Plan(tmp_path / "plan", tmp_path / "lock", 300), lambda _: None)
 
 
 def test_the_hooks_do_what_sglang_asks_for(hooks: dict[str, Any]) -> None:
@@ -382,3 +416,35 @@ def test_sglangs_pools_are_made_while_zeros_are_reserved(
     assert pool.states is on_meta[-1]
     assert parts(driver) == [(0, 17), (100, 17)]
     assert torch.zeros(1).device.type == "cpu"  # nobody stands in for anything any more
+
+
+@pytest.mark.usefixtures("models")
+def test_pools_for_more_than_was_planned_are_refused(driver: FakeDriver, tmp_path: Path) -> None:
+    memory, model, draft = parked_kv.ParkedMemory(unproven=True), runner(speculative_algorithm="STANDALONE"), runner()
+    model.token_to_kv_pool = draft.token_to_kv_pool = MHATokenToKVPool()
+    memory.check(scheduler(model, draft))
+    target = 2 * (TOKENS + 1) * ROW
+    plan = Plan(tmp_path / "plan", tmp_path / "lock", kv_bytes=target + 4 * GRANULARITY)
+    hooks = parked_kv.hooks(plan, memory.budgeted)
+    configurator = SimpleNamespace(mambaish_config=None)
+    assert hooks[adapter_kv.PROFILE_BYTES](lambda *_: pytest.fail("measured"), configurator, 5) == plan.kv_bytes
+    buffers()
+    memory.prove()
+    buffers()  # a draft of the same size, which SGLang took for a smaller one
+    with pytest.raises(
+        WeightcacheError, match=r"has 0.1 GB, and 0.0 GB are planned.*--max-total-tokens (\d+) would fit"
+    ) as why:
+        memory.prove()
+    found = re.search(r"tokens (\d+)", str(why.value))
+    assert found
+    assert int(found[1]) == int(TOKENS * plan.kv_bytes / (2 * target))
+
+
+@pytest.mark.usefixtures("models")
+def test_how_much_was_given_back_is_said(driver: FakeDriver, caplog: pytest.LogCaptureFixture) -> None:
+    buffers().finalize(TOKENS)
+    memory = parked_kv.ParkedMemory()
+    memory.map(1)
+    with caplog.at_level("INFO"):
+        memory.unmap()
+    assert "0.029 GB of KV memory were given back, 0.004 GB stay" in caplog.text

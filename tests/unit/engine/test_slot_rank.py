@@ -41,10 +41,10 @@ class Memory:
     unfit: str = ""
     seconds: float = -1.0
 
-    def check(self, model_runner: Any) -> None:
+    def check(self, scheduler: Any) -> None:
         if self.unfit:
             raise UsageError(self.unfit)
-        self.done.append(f"check {model_runner}")
+        self.done.append(f"check {scheduler.tp_worker.model_runner}")
 
     def prove(self) -> None:
         if self.unfit:

@@ -341,9 +341,9 @@ class FlushCacheReqInput:
     """What uses no KV memory."""
 
 
-def manager(page: int = 1, multimodal: bool = False, draft: int | None = None, states: bool = False) -> Any:
+def manager(page: int = 1, multimodal: bool = False, states: bool = False, **more: Any) -> Any:
     """As much of the tokenizer manager as is asked."""
-    args = SimpleNamespace(page_size=page, speculative_num_draft_tokens=draft)
+    args = SimpleNamespace(page_size=page, **more)
     model = SimpleNamespace(is_multimodal=multimodal, states=states)
     return SimpleNamespace(server_args=args, model_config=model)
 
@@ -364,8 +364,13 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
         (manager(), TokenizedGenerateReqInput(10, None), False),
         (manager(), BatchTokenizedEmbeddingReqInput(), True),
         (manager(500), BatchTokenizedEmbeddingReqInput(), False),
-        (manager(draft=4), TokenizedGenerateReqInput(1006), True),
-        (manager(draft=4), TokenizedGenerateReqInput(1007), False),
+        (manager(speculative_num_draft_tokens=4), TokenizedGenerateReqInput(1006), True),
+        (manager(speculative_num_draft_tokens=4), TokenizedGenerateReqInput(1007), False),
+        (
+            manager(speculative_num_draft_tokens=4, speculative_eagle_topk=4, speculative_num_steps=3),
+            TokenizedGenerateReqInput(991),
+            False,
+        ),
         (manager(states=True), TokenizedGenerateReqInput(1014), True),
         (manager(states=True), TokenizedGenerateReqInput(1015), False),
     ],
@@ -388,6 +393,16 @@ def test_warm_ups_have_room_together(here: Here) -> None:
     with pytest.raises(ValueError, match="has room for 1024 tokens"):
         send()
     assert len(sent) == 1024 // 20
+
+
+def test_each_replica_has_room_for_its_own_warm_up(here: Here) -> None:
+    sent: list[Any] = []
+    given, request = manager(states=True, dp_size=4), TokenizedGenerateReqInput()
+    for _ in range(8):
+        here.server.around_send(lambda _, request: sent.append(request), given, request)
+    with pytest.raises(ValueError, match="has room for 4096 tokens"):
+        here.server.around_send(lambda _, request: sent.append(request), given, request)
+    assert len(sent) == 8
 
 
 def test_few_warm_ups_have_room_where_each_takes_states(here: Here) -> None:
