@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -68,11 +69,9 @@ def why_not(model_runner: Any) -> str:
         return "layers with a sliding window over other heads"
     if _casts_all(model_runner):
         return f"latent attention (MLA) over another type of values ({model_runner.kv_cache_dtype}) by these kernels"
-    if adapter.resolved(model_runner.server_args, "speculative_algorithm"):
-        return _why_no_draft(model_runner)
     if os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL"):
         return "a memory pool of its own"
-    return ""
+    return _why_no_draft(model_runner)
 
 
 def _casts_all(model_runner: Any) -> bool:
@@ -84,6 +83,8 @@ def _casts_all(model_runner: Any) -> bool:
 
 def _why_no_draft(model_runner: Any) -> str:
     args = model_runner.server_args
+    if not adapter.resolved(args, "speculative_algorithm"):
+        return ""
     if has_states(model_runner.model_config):
         return "speculative decoding by a model that keeps a state for each request"
     if (
@@ -132,10 +133,11 @@ def tokens(model_runner: Any) -> int:
     return int(model_runner.max_total_num_tokens)
 
 
-def runners(scheduler: Any) -> list[Any]:
-    """The model runners of this rank: the target's, then those of a draft."""
-    draft = scheduler.draft_worker
-    return [scheduler.tp_worker.model_runner, *(() if draft is None else draft.draft_worker.draft_runners)]
+def runners(scheduler: Any) -> Iterator[Any]:
+    """The model runners of this rank: the target's, then those of a draft that ``why_not`` of the target lets pass."""
+    yield scheduler.tp_worker.model_runner
+    if scheduler.draft_worker is not None:
+        yield from scheduler.draft_worker.draft_worker.draft_runners
 
 
 def shares_with_states(configurator: Any) -> bool:

@@ -54,7 +54,7 @@ class Parked:
 
     @property
     def slack_bytes(self) -> int:
-        """At most so many of them SGLang does not count: a page that belongs to no token, in each buffer."""
+        """Of these, what is kept: more than the page or state that belongs to nobody, which SGLang does not count."""
         return sum(end - start for parts in self._kept for start, end in parts)
 
     def tensor(self, index: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -139,6 +139,7 @@ class Reserving(TorchFunctionMode):  # type: ignore[misc]  # torch says nothing 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
         self._rows, self._dim = rows, dim
+        self._memory: CudaMemory | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -161,7 +162,8 @@ class Reserving(TorchFunctionMode):  # type: ignore[misc]  # torch says nothing 
         plane = shape[self._dim] * row
         first = min(self._rows, shape[self._dim]) * row
         kept = [(start, start + first) for start in range(0, size, plane)]
-        memory = Parked.memory(device)
+        # All tensors of a pool are on one GPU.
+        self._memory = memory = self._memory or Parked.memory(device)
         if sum(end - start for start, end in rounded(kept, memory.granularity)) >= size:
             return None
         return Parked(memory, [size], [kept], zeroed=True).tensor(0, shape, wanted.dtype)

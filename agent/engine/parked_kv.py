@@ -36,8 +36,9 @@ class ParkedMemory:
 
     def check(self, scheduler: Any) -> None:
         """Refuse what cannot be parked yet; from now on pools are made of parked buffers. Raises WeightcacheError."""
-        self._runners = sglang.runners(scheduler)
-        for runner in self._runners:
+        self._runners.clear()
+        for runner in sglang.runners(scheduler):  # a draft is looked for only if the target may have one
+            self._runners.append(runner)
             if why := sglang.why_not(runner):
                 raise UsageError(f"an engine in a slot has to park its KV memory, which does not work yet with {why}")
             if (what := sglang.unproven(runner)) and not self._unproven:

@@ -243,6 +243,22 @@ def test_which_kv_memory_cannot_be_parked(given: Any, why: str) -> None:
 
 
 @pytest.mark.usefixtures("models")
+def test_a_draft_of_an_unknown_kind_is_refused_with_a_sentence() -> None:
+    given = scheduler(runner(speculative_algorithm="NGRAM"))
+    given.draft_worker = object()  # which has no runners
+    with pytest.raises(UsageError, match="does not work yet with this kind of speculative decoding"):
+        parked_kv.ParkedMemory(unproven=True).check(given)
+
+
+@pytest.mark.usefixtures("models")
+def test_another_memory_pool_is_refused_with_a_draft_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "1")
+    for given in (runner(), runner(speculative_algorithm="EAGLE")):
+        with pytest.raises(UsageError, match="a memory pool of its own"):
+            parked_kv.ParkedMemory(unproven=True).check(scheduler(given))
+
+
+@pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(
     ("given", "what"),
     [
